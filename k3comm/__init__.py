@@ -1,0 +1,101 @@
+"""k3comm finishes a tensor-parallel latent mixture-of-experts layer.
+
+It finds out what every rank can do, agrees on it once, and from then on picks and runs, forward by forward, the
+fastest communication tier that every rank is certain to pick too. Importing it loads neither torch nor a driver.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from k3comm.communicator import Communicator
+    from k3comm.errors import (
+        CaptureError,
+        ClosedError,
+        CommunicationTimeoutError,
+        InputError,
+        K3CommError,
+        NegotiationError,
+        PlanError,
+        SettingsError,
+        TierUnavailableError,
+        WindowsError,
+    )
+    from k3comm.facts import Facts, Verdict
+    from k3comm.moe_tail import MoETail
+    from k3comm.negotiate.exchange import Exchange
+    from k3comm.operations import AttentionReduceOp, MoETailOp, RouteExchangeOp, TopKPackOp
+    from k3comm.settings import Settings
+    from k3comm.spec import LatentMoESpec, ParallelLayout
+    from k3comm.tiers import Numerics, Tier
+    from k3comm.tiers.interface import Plan
+
+_MODULES = {
+    "AttentionReduceOp": "operations",
+    "CaptureError": "errors",
+    "ClosedError": "errors",
+    "CommunicationTimeoutError": "errors",
+    "Communicator": "communicator",
+    "Exchange": "negotiate.exchange",
+    "Facts": "facts",
+    "InputError": "errors",
+    "K3CommError": "errors",
+    "LatentMoESpec": "spec",
+    "MoETail": "moe_tail",
+    "MoETailOp": "operations",
+    "NegotiationError": "errors",
+    "Numerics": "tiers",
+    "ParallelLayout": "spec",
+    "Plan": "tiers.interface",
+    "PlanError": "errors",
+    "RouteExchangeOp": "operations",
+    "Settings": "settings",
+    "SettingsError": "errors",
+    "Tier": "tiers",
+    "TierUnavailableError": "errors",
+    "TopKPackOp": "operations",
+    "Verdict": "facts",
+    "WindowsError": "errors",
+}
+
+__all__ = [
+    "AttentionReduceOp",
+    "CaptureError",
+    "ClosedError",
+    "CommunicationTimeoutError",
+    "Communicator",
+    "Exchange",
+    "Facts",
+    "InputError",
+    "K3CommError",
+    "LatentMoESpec",
+    "MoETail",
+    "MoETailOp",
+    "NegotiationError",
+    "Numerics",
+    "ParallelLayout",
+    "Plan",
+    "PlanError",
+    "RouteExchangeOp",
+    "Settings",
+    "SettingsError",
+    "Tier",
+    "TierUnavailableError",
+    "TopKPackOp",
+    "Verdict",
+    "WindowsError",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])

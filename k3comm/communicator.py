@@ -1,0 +1,357 @@
+"""The communicator: agrees once with the other ranks, then hands out handles that choose and run, call by call.
+
+    spec = k3comm.LatentMoESpec.kimi_k3()
+    comm = k3comm.Communicator.negotiate(spec, group)         # collective, once, at model construction
+    tail = comm.moe_tail(layer_index=3, norm_weight=g, up_weight=w)
+    with comm.step(graph=False, decode=True):                 # once a forward
+        out = tail(routed, shared, residual)
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from types import TracebackType
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from k3comm.errors import ClosedError, InputError, PlanError, TierUnavailableError
+from k3comm.moe_tail import MoETail
+from k3comm.negotiate.agree import Local, agree, prepare_local
+from k3comm.negotiate.decide import Decision
+from k3comm.negotiate.exchange import Exchange, GroupExchange, SoloExchange, check_size
+from k3comm.negotiate.report import Explanation, Obstacle, Report
+from k3comm.operations import MoETailOp, Operation
+from k3comm.settings import Settings
+from k3comm.spec import LatentMoESpec, ParallelLayout
+from k3comm.tiers import Agreement, Axes, Tier, Windows, obstacle, plugins, select_tier
+from k3comm.tiers.interface import Plan, Project, TailTier, TierContext
+
+_serials = itertools.count()
+
+
+class Communicator:
+    """One group of ranks that has agreed on what it can do. Made by `negotiate`; a context manager that closes.
+
+    Attributes:
+        name: unique in this process, the same at every start of the same program.
+        spec, settings: what was negotiated.
+        rank, world_size: place in the group, and its size W.
+        device, dtype: of the tensors that the handles take.
+        agreement: the agreed tiers, each with the rows that all ranks can take.
+        windows: for which token counts each is worth choosing.
+        axes: the present step's (graph, decode); both False outside a step.
+        report: who can do what, and why not.
+    """
+
+    def __init__(self, local: Local, decision: Decision, context: TierContext, name: str) -> None:
+        self.name = name
+        self.spec = local.spec
+        self.settings = local.settings
+        self.rank = context.rank
+        self.world_size = context.world_size
+        self.device = context.device
+        self.dtype = context.dtype
+        self.agreement: Agreement[Tier] = decision.agreement()
+        self.windows: Windows[Tier] = local.choice.windows
+        present = plugins()
+        self.report = Report(
+            name=name,
+            rank=context.rank,
+            global_ranks=_global_ranks(context),
+            facts=local.facts,
+            spec=local.spec,
+            layout=local.layout,
+            settings=local.settings,
+            windows=local.choice.windows,
+            windows_warning=local.choice.warning,
+            decision=decision,
+            numerics={tier: plugin.numerics for tier, plugin in present.items()},
+        )
+        self.axes = (False, False)
+        self._identity = (name, next(_serials))
+        self._closed = False
+        self._layers: set[int] = set()
+        self._tiers: dict[Tier, TailTier] = {}
+        for tier in self.agreement.capacities:
+            self._tiers[tier] = present[tier]()
+            self._tiers[tier].prepare(context)
+
+    @classmethod
+    def negotiate(
+        cls,
+        spec: LatentMoESpec,
+        group: dist.ProcessGroup | None = None,
+        *,
+        cpu_group: dist.ProcessGroup | None = None,
+        layout: ParallelLayout | None = None,
+        settings: Settings | None = None,
+        operations: Sequence[Operation] = (MoETailOp(),),
+        lanes: int = 1,
+        device: torch.device | str | None = None,
+        name: str | None = None,
+        exchange: Exchange | None = None,
+    ) -> Communicator:
+        """Agrees with the other ranks of `group`. Collective: every member calls it, once, at model construction.
+
+        Args:
+            spec: the layer's shapes.
+            group: the process group over which the partial sums are added up, given explicitly, in any rank order;
+                None for one rank.
+            cpu_group: the same ranks with a CPU backend, for the vote; by default the group's own CPU side if it has
+                one.
+            layout: how the engine spreads the layer; by default tp = the group's size.
+            settings: arguments; what they leave out comes from the environment, the windows file, the defaults.
+            operations: what will be asked for.
+            lanes: micro-batches in flight.
+            device: where tensors live; by default the current CUDA device if the group has NCCL, else the CPU.
+            name: of the communicator; by default a counter in creation order.
+            exchange: how to vote, for engines whose control plane is not torch's; by default the group.
+
+        Raises:
+            InputError: at once, on this process alone: not a member, no group for several ranks, too many ranks.
+            NegotiationError: on every rank, with the same text: the ranks differ, or one can't take part.
+            CommunicationTimeoutError: a vote did not finish within `settings.vote_deadline`.
+        """
+        world_size = _check_group(group, exchange)
+        check_size(world_size)
+        backends = _backends(group) if group is not None else {}
+        place = _device(device, backends)
+        prepare = partial(
+            prepare_local,
+            spec=spec,
+            layout=layout,
+            settings=settings,
+            operations=operations,
+            lanes=lanes,
+            device=place,
+            backends=backends,
+            world_size=world_size,
+        )
+        vote_group = None if group is None or world_size == 1 else _vote_group(group, cpu_group)
+
+        def exchange_within(deadline: float) -> Exchange:
+            if exchange is not None:
+                return exchange
+            return SoloExchange() if vote_group is None else GroupExchange(vote_group, place, deadline)
+
+        local, decision = agree(prepare, exchange_within, world_size)
+        context = TierContext(
+            spec=local.spec,
+            settings=local.settings,
+            group=group,
+            rank=0 if group is None else dist.get_rank(group),
+            world_size=world_size,
+            device=place,
+            dtype=getattr(torch, local.spec.dtype),
+        )
+        return cls(local, decision, context, name or f"k3comm-{next(_names)}")
+
+    def moe_tail(
+        self,
+        *,
+        layer_index: int,
+        norm_weight: Tensor | None = None,
+        up_weight: Tensor | None = None,
+        up_bias: Tensor | None = None,
+        routed_scale: float = 1.0,
+        project: Project | None = None,
+        precise: bool = False,
+        sharded: bool | None = None,
+    ) -> MoETail:
+        """The handle of one layer. Local; keeps references to the weights and copies nothing.
+
+        Args:
+            layer_index: the layer, from 0; each once.
+            norm_weight: g [L], in the spec's dtype or fp32; None for a layer without norm.
+            up_weight: W_up [H, L], or this rank's rows [H/W, L], in the spec's dtype; None with `project`.
+            up_bias: b [H], in the spec's dtype or fp32; added once.
+            routed_scale: factor of the projected routed part.
+            project: your own projection: z [m, L] in the spec's dtype -> [m, H] or, with `sharded`, [m, H/W].
+            precise: only K0 results; excludes `project`.
+            sharded: what `project` returns; with `up_weight` its shape says it.
+
+        Raises:
+            InputError: names the argument, what was given and what is accepted.
+            ClosedError: the communicator is closed.
+        """
+        self._check_open()
+        if type(layer_index) is not int or layer_index < 0:
+            raise InputError(f"layer_index: {layer_index!r} given; accepted are whole numbers from 0")
+        if layer_index in self._layers:
+            raise InputError(f"layer_index: {layer_index} has a handle already; accepted is each index once")
+        tail = MoETail(
+            self,
+            layer_index=layer_index,
+            norm_weight=norm_weight,
+            up_weight=up_weight,
+            up_bias=up_bias,
+            routed_scale=routed_scale,
+            project=project,
+            precise=precise,
+            sharded=sharded,
+        )
+        self._layers.add(layer_index)
+        return tail
+
+    @contextmanager
+    def step(self, *, graph: bool = False, decode: bool = False) -> Iterator[None]:
+        """Sets, once a forward, the axes that a tensor's shape does not show; the same on every rank.
+
+        Args:
+            graph: the forward is captured into, or replayed from, a CUDA graph.
+            decode: every row is a decode or draft-verify row.
+        """
+        self._check_open()
+        Axes(num_tokens=0, graph=graph, decode=decode)  # validates
+        before, self.axes = self.axes, (graph, decode)
+        try:
+            yield
+        finally:
+            self.axes = before
+
+    def explain(self, num_tokens: int, *, graph: bool = False, decode: bool = False) -> Explanation:
+        """The tier for a forward, and the failed condition of every better one, for a tail without extras.
+
+        `MoETail.explain` also counts what its own arguments exclude.
+        """
+        return self._explain(Axes(num_tokens=num_tokens, graph=graph, decode=decode), {})
+
+    def close(self) -> None:
+        """Ends the communicator; handles raise ClosedError from then on. May be called again."""
+        self._closed = True
+        self._tiers.clear()
+
+    def __enter__(self) -> Communicator:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        state = "closed" if self._closed else ", ".join(tier.name for tier in self.agreement.capacities)
+        return f"<Communicator {self.name}, rank {self.rank} of {self.world_size}: {state}>"
+
+    # What the handles use.
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise ClosedError(f"communicator {self.name} is closed")
+
+    def _tier(self, tier: Tier) -> TailTier:
+        self._check_open()
+        return self._tiers[tier]
+
+    def _choose(self, axes: Axes, refused: dict[Tier, str], force: Tier | None) -> Tier:
+        """The tier for `axes`, given why some can't serve the call; a tier by name is used or raises."""
+        if force is None:
+            return select_tier(axes=axes, agreement=self.agreement.without(refused), windows=self.windows)
+        why = refused.get(force)
+        if force not in self.agreement:
+            why = f"not agreed: {self.report.decision.refusal(force)}"
+        elif why is None and axes.num_tokens > self.agreement.capacities[force]:
+            why = f"{axes.num_tokens} tokens exceed the {self.agreement.capacities[force]} that all ranks can take"
+        if why is not None:
+            raise TierUnavailableError(f"{force.name}: {why}")
+        return force
+
+    def _explain(self, axes: Axes, refused: dict[Tier, str]) -> Explanation:
+        force = self.settings.force if isinstance(self.settings.force, Tier) else None
+        chosen = self._choose(axes, refused, force)
+        obstacles = []
+        for tier in Tier:
+            if tier >= chosen:
+                break
+            why = refused.get(tier) or obstacle(tier, axes, self.agreement, self.windows)
+            if tier not in self.agreement:
+                why = f"not agreed: {self.report.decision.refusal(tier)}"
+            obstacles.append(Obstacle(tier, why or f"{chosen.name} is forced"))
+        return Explanation(
+            tier=chosen,
+            forced=force is not None,
+            axes=f"{axes.num_tokens} tokens, graph={axes.graph}, decode={axes.decode}",
+            obstacles=tuple(obstacles),
+        )
+
+    def _check_plan(self, plan: Plan) -> None:
+        if not isinstance(plan, Plan):
+            raise PlanError(f"plan: {plan!r} given; accepted is what MoETail.plan returns")
+        if plan.communicator != self._identity:
+            raise PlanError(
+                f"plan: made by communicator {plan.communicator[0]}, given to {self.name}; "
+                "accepted are plans of the same communicator"
+            )
+
+
+_names = itertools.count()
+
+
+def _check_group(group: dist.ProcessGroup | None, exchange: Exchange | None) -> int:
+    """The number of ranks; InputError at once if this process can't take part."""
+    if group is None:
+        if exchange is not None and exchange.size > 1:
+            raise InputError(
+                f"group: None given with an exchange of {exchange.size} ranks; accepted is the process group that "
+                "carries the partial sums"
+            )
+        if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+            raise InputError(
+                f"group: None given in a job of {dist.get_world_size()} ranks; accepted is the explicit process group "
+                "over which the partial sums are added up (there is no default; a group of one rank is fine)"
+            )
+        return 1
+    if not isinstance(group, dist.ProcessGroup):
+        if group is dist.GroupMember.NON_GROUP_MEMBER:
+            raise InputError("group: this process is not a member of it; accepted are groups that it belongs to")
+        raise InputError(f"group: {group!r} given; accepted is a torch.distributed.ProcessGroup")
+    if dist.get_rank(group) < 0:
+        raise InputError("group: this process is not a member of it; accepted are groups that it belongs to")
+    if exchange is not None and (exchange.rank, exchange.size) != (dist.get_rank(group), dist.get_world_size(group)):
+        raise InputError(
+            f"exchange: rank {exchange.rank} of {exchange.size} given for a group in which this process is rank "
+            f"{dist.get_rank(group)} of {dist.get_world_size(group)}; accepted is the same place in both"
+        )
+    return dist.get_world_size(group)
+
+
+def _vote_group(group: dist.ProcessGroup, cpu_group: dist.ProcessGroup | None) -> dist.ProcessGroup:
+    if cpu_group is None:
+        return group
+    if not isinstance(cpu_group, dist.ProcessGroup) or dist.get_process_group_ranks(
+        cpu_group
+    ) != dist.get_process_group_ranks(group):
+        raise InputError(f"cpu_group: {cpu_group!r} given; accepted is a group of the same ranks in the same order")
+    return cpu_group
+
+
+def _backends(group: dist.ProcessGroup) -> dict[str, str]:
+    """Backend by device type, such as {"cpu": "gloo", "cuda": "nccl"}."""
+    pairs = (one.split(":", 1) for one in dist.get_backend_config(group).split(","))
+    return {pair[0]: pair[-1] for pair in pairs}
+
+
+def _device(device: torch.device | str | None, backends: dict[str, str]) -> torch.device:
+    if device is None:
+        on_gpu = backends.get("cuda") == "nccl" and torch.cuda.is_available()
+        device = "cuda" if on_gpu else "cpu"
+    try:
+        place = torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        raise InputError(f"device: {device!r} given; accepted is a torch.device or its name ({error})") from None
+    if place.type not in ("cpu", "cuda"):
+        raise InputError(f"device: {device!r} given; accepted are cpu and cuda")
+    if place.type == "cuda" and place.index is None:
+        place = torch.device("cuda", torch.cuda.current_device())
+    return place
+
+
+def _global_ranks(context: TierContext) -> tuple[int, ...]:
+    if context.group is None:
+        return (0,)
+    return tuple(dist.get_process_group_ranks(context.group))

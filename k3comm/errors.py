@@ -1,0 +1,57 @@
+"""What k3comm raises.
+
+    K3CommError
+    |-- InputError (ValueError)             an argument that is not accepted: what was given, what would be
+    |   `-- PlanError                       a plan that does not fit: other communicator, too few rows, other arguments
+    |-- SettingsError (ValueError)          a setting or environment variable that is malformed or not served
+    |-- WindowsError (ValueError)           a windows file that is not valid; names the file and the place in it
+    |-- NegotiationError (RuntimeError)     the ranks differ; the same text on every rank
+    |-- TierUnavailableError (RuntimeError) a tier asked for by name that is not agreed or can't honour the arguments
+    |-- ClosedError (RuntimeError)          a communicator that is closed
+    |-- CaptureError (RuntimeError)         something that must not happen while a CUDA graph is captured
+    `-- CommunicationTimeoutError (RuntimeError)   a collective that did not finish within its deadline
+
+Everything but the last is raised before a peer is involved, or identically on every rank.
+"""
+
+from __future__ import annotations
+
+
+class K3CommError(Exception):
+    """The root of everything that k3comm raises on purpose."""
+
+
+class InputError(K3CommError, ValueError):
+    """An argument is not accepted. The text says what was given and what is accepted."""
+
+
+class PlanError(InputError):
+    """A plan does not fit the call: another communicator's, made for fewer rows, or for other arguments."""
+
+
+class SettingsError(K3CommError, ValueError):
+    """A setting is malformed, or asks for something this version does not serve. Names the setting and its source."""
+
+
+class WindowsError(K3CommError, ValueError):
+    """A windows file is not valid. Names the file and the place in it."""
+
+
+class NegotiationError(K3CommError, RuntimeError):
+    """The ranks can't agree. Every rank raises it with the same text."""
+
+
+class TierUnavailableError(K3CommError, RuntimeError):
+    """A tier was asked for by name and is not agreed, or can't honour the call's arguments."""
+
+
+class ClosedError(K3CommError, RuntimeError):
+    """The communicator is closed."""
+
+
+class CaptureError(K3CommError, RuntimeError):
+    """Not allowed while a CUDA graph is being captured."""
+
+
+class CommunicationTimeoutError(K3CommError, RuntimeError):
+    """A collective did not finish within its deadline (`settings.vote_deadline`, `settings.poll_deadline`)."""

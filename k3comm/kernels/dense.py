@@ -1,0 +1,99 @@
+"""The arithmetic of a tail in plain torch, for tiers that leave communication to a library.
+
+Everything between the collectives is fp32; rounding happens where the caller says and nowhere else.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+PROJECTION_BLOCK_BYTES = 8 << 20
+"""The fp32 copy of a block of W_up on CPU, in bytes: within a core's share of the last-level cache. Converting in
+blocks took 8.7 ms where the whole matrix took 37.6 ms (m = 1, 7168 x 3584, 2 cores; docs/performance.md)."""
+
+
+def sum_ranks(parts: Tensor) -> Tensor:
+    """The fp32 sum over ranks, added in rank order, so that every rank gets the same bits.
+
+    Args:
+        parts: [W, ...], BF16 or fp32.
+
+    Returns:
+        [...], fp32.
+    """
+    total = parts[0].to(torch.float32, copy=True)
+    for part in parts[1:]:
+        total += part
+    return total
+
+
+def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
+    """RMSNorm in fp32; the mean square is that of `x` as it comes.
+
+    Args:
+        x: [m, n], fp32.
+        weight: [n], or None to leave `x` as it is (a layer without norm).
+
+    Returns:
+        [m, n], fp32; `x` itself without a weight.
+    """
+    if weight is None:
+        return x
+    return torch.nn.functional.rms_norm(x, x.shape[-1:], weight.float(), eps)
+
+
+def project(z: Tensor, weight: Tensor, *, precise: bool = False) -> Tensor:
+    """z @ weight.T with fp32 accumulation and an fp32 result.
+
+    Args:
+        z: [m, L], fp32. Rounded to the weight's dtype first unless `precise`.
+        weight: [N, L], BF16 or fp32.
+        precise: keep z, as a BF16 high + low pair: two terms whose products with BF16 weights are exact, so no global
+            switch for fp32 matmuls (TF32, or BF16 on some CPUs) can take the accuracy away.
+
+    Returns:
+        [m, N], fp32.
+    """
+    if weight.dtype == torch.float32:
+        return z @ weight.t()
+    terms = z.to(weight.dtype)
+    if precise:
+        terms = torch.cat((terms, (z - terms).to(weight.dtype)))
+    out = _mm_fp32(terms, weight)
+    return out[: z.shape[0]] + out[z.shape[0] :] if precise else out
+
+
+def _mm_fp32(a: Tensor, weight: Tensor) -> Tensor:
+    """a [n, L] @ weight[N, L].T, both BF16, accumulated and returned in fp32."""
+    if weight.is_cuda:
+        return torch.mm(a, weight.t(), out_dtype=torch.float32)
+    # BF16 GEMMs on CPU round their result, so the weights are widened instead, a block at a time.
+    rows = max(1, PROJECTION_BLOCK_BYTES // (4 * weight.shape[1]))
+    widened, out = a.float(), torch.empty(a.shape[0], weight.shape[0])
+    for first in range(0, weight.shape[0], rows):
+        out[:, first : first + rows] = widened @ weight[first : first + rows].float().t()
+    return out
+
+
+def add_up(
+    projected: Tensor, scale: float, bias: Tensor | None, shared: Tensor, residual: Tensor | None, dtype: torch.dtype
+) -> Tensor:
+    """scale * projected + bias + shared + residual in fp32, rounded once.
+
+    Args:
+        projected: [m, N], fp32; overwritten.
+        bias: [N]. shared, residual: [m, N].
+        dtype: of the result.
+
+    Returns:
+        [m, N] in `dtype`.
+    """
+    if scale != 1.0:
+        projected *= scale
+    if bias is not None:
+        projected += bias
+    projected += shared
+    if residual is not None:
+        projected += residual
+    return projected.to(dtype)

@@ -1,0 +1,389 @@
+"""The handle that one layer of an engine holds: plans, and finishes the layer.
+
+Everything that is wrong with a call is found before a peer is involved, so that a mistake raises instead of hanging.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from k3comm.errors import CaptureError, InputError, PlanError
+from k3comm.negotiate.report import Explanation
+from k3comm.operations import OUTPUTS, TailArguments
+from k3comm.tiers import Axes, Tier, plugins
+from k3comm.tiers.interface import Plan, Project, TailCall, TailWeights
+from k3comm.tiers.separate_reduce import Plugin as SeparateReduce
+
+if TYPE_CHECKING:
+    from k3comm.communicator import Communicator
+
+
+class _Plans(dict[int, Plan]):
+    """Plans by number of tokens for one pair of graph and decode, made when first asked for."""
+
+    def __init__(self, tail: MoETail, graph: bool, decode: bool) -> None:
+        super().__init__()
+        self._make = lambda num_tokens: tail._plan(num_tokens, graph, decode, None, "full", False)
+
+    def __missing__(self, num_tokens: int) -> Plan:
+        plan = self[num_tokens] = self._make(num_tokens)
+        return plan
+
+
+class MoETail:
+    """Finishes one layer: out = residual + routed_scale * (W_up @ rmsnorm(sum routed)) + b + sum shared.
+
+    Made by `Communicator.moe_tail`. Tensors are on the communicator's device, in the spec's dtype, in any memory
+    layout; none is written to, and results never alias them. Not differentiable.
+    """
+
+    __slots__ = (
+        "_comm",
+        "_eager",
+        "_eager_decode",
+        "_graph",
+        "_graph_decode",
+        "_other",
+        "_refusals",
+        "_weights",
+        "layer_index",
+    )
+
+    def __init__(
+        self,
+        comm: Communicator,
+        *,
+        layer_index: int,
+        norm_weight: Tensor | None,
+        up_weight: Tensor | None,
+        up_bias: Tensor | None,
+        routed_scale: float,
+        project: Project | None,
+        precise: bool,
+        sharded: bool | None,
+    ) -> None:
+        self._comm = comm
+        self.layer_index = layer_index
+        self._weights = _check_weights(
+            comm, norm_weight, up_weight, up_bias, routed_scale, project, precise, sharded
+        )
+        self._eager, self._eager_decode = _Plans(self, False, False), _Plans(self, False, True)
+        self._graph, self._graph_decode = _Plans(self, True, False), _Plans(self, True, True)
+        self._other: dict[tuple[object, ...], Plan] = {}
+        self._refusals: dict[tuple[str, bool], dict[Tier, str]] = {}
+
+    def plan(
+        self,
+        num_tokens: int,
+        graph: bool = False,
+        decode: bool = False,
+        tier: Tier | None = None,
+        output: str = "full",
+        next_norm: bool = False,
+    ) -> Plan:
+        """Chooses a tier for up to `num_tokens` rows. Local, pure, memoised.
+
+        Args:
+            num_tokens: rows m, from 0.
+            graph, decode: as in `Communicator.step`, whose values a call without plan uses.
+            tier: use this one or raise.
+            output, next_norm: what the call will ask for.
+
+        Raises:
+            TierUnavailableError: `tier`, or `settings.force`, is not agreed or can't honour the arguments.
+            InputError: an argument out of range.
+        """
+        # The common case by nested tables: hashing a tuple of six would double the cost of a call.
+        if tier is None and not next_norm and output == "full":
+            if graph:
+                return self._graph_decode[num_tokens] if decode else self._graph[num_tokens]
+            return self._eager_decode[num_tokens] if decode else self._eager[num_tokens]
+        key = (num_tokens, graph, decode, tier, output, next_norm)
+        plan = self._other.get(key)
+        if plan is None:
+            plan = self._other[key] = self._plan(num_tokens, graph, decode, tier, output, next_norm)
+        return plan
+
+    def explain(
+        self,
+        num_tokens: int,
+        *,
+        graph: bool = False,
+        decode: bool = False,
+        output: str = "full",
+        next_norm: bool = False,
+    ) -> Explanation:
+        """The tier for a call of this layer, and the failed condition of every better one."""
+        axes = Axes(num_tokens=num_tokens, graph=graph, decode=decode)
+        return self._comm._explain(axes, self._refused(output, next_norm))
+
+    @torch.no_grad()
+    def __call__(
+        self,
+        routed: Tensor,
+        shared: Tensor,
+        residual: Tensor | None = None,
+        *,
+        plan: Plan | None = None,
+        output: str = "full",
+        next_norm_weight: Tensor | None = None,
+    ) -> Any:
+        """Finishes the layer. Collective: every rank calls it with equal m and the same arguments.
+
+        Args:
+            routed: [m, L], this rank's partial sum of the routed experts.
+            shared: [m, H], this rank's partial sum of the shared experts.
+            residual: [m, H], the same on every rank, or None; with output="rows" this rank's [ceil(m/W), H].
+            plan: from `plan`; by default chosen from m and `Communicator.step`.
+            output: "full", or "rows" for this rank's ceil(m/W) finished rows, not gathered, zero at and past m.
+            next_norm_weight: [H], in the spec's dtype or fp32: also return the RMSNorm of the result.
+
+        Returns:
+            [m, H] on every rank, or [ceil(m/W), H]; with `next_norm_weight` a pair (result, its RMSNorm). m = 0 gives
+            empty tensors and talks to nobody.
+
+        Raises:
+            InputError, PlanError: before any peer is involved.
+            CaptureError: a CUDA graph is being captured and the plan is not for a graph.
+            CommunicationTimeoutError: on CPU, a peer did not come within `settings.poll_deadline`.
+        """
+        self._comm._check_open()
+        self._check_rows("routed", routed, self._comm.spec.latent_size)
+        return self._run(routed, shared, residual, plan, output, next_norm_weight, latent=None)
+
+    @torch.no_grad()
+    def reduce_routed(self, routed: Tensor) -> Tensor:
+        """The first half of SEPARATE_REDUCE, to overlap the shared experts: sums the routed partials. Collective.
+
+        Args:
+            routed: [m, L], this rank's partial sum.
+
+        Returns:
+            [m, L], the sum over the ranks; in the spec's dtype, or fp32 for a precise handle. For `finish`.
+        """
+        self._check_rows("routed", routed, self._comm.spec.latent_size)
+        tier = self._comm._tier(Tier.SEPARATE_REDUCE)
+        if not isinstance(tier, SeparateReduce):
+            raise TypeError(f"SEPARATE_REDUCE is served by {type(tier).__name__}")
+        if routed.shape[0] == 0:
+            return routed.to(self._latent_dtype, copy=True)
+        return tier.reduce(routed, self._weights)
+
+    @torch.no_grad()
+    def finish(
+        self,
+        latent: Tensor,
+        shared: Tensor,
+        residual: Tensor | None = None,
+        *,
+        output: str = "full",
+        next_norm_weight: Tensor | None = None,
+    ) -> Any:
+        """The second half: reduces `shared`, norms, projects and adds. Collective; bits as one SEPARATE_REDUCE call.
+
+        Args:
+            latent: [m, L], what `reduce_routed` returned.
+            shared, residual, output, next_norm_weight: as in a call.
+
+        Returns:
+            As a call.
+        """
+        self._comm._check_open()
+        self._check_rows("latent", latent, self._comm.spec.latent_size, self._latent_dtype)
+        graph, decode = self._comm.axes
+        next_norm = next_norm_weight is not None
+        plan = self.plan(latent.shape[0], graph, decode, Tier.SEPARATE_REDUCE, output, next_norm)
+        return self._run(latent, shared, residual, plan, output, next_norm_weight, latent=latent)
+
+    def _run(
+        self,
+        routed: Tensor,
+        shared: Tensor,
+        residual: Tensor | None,
+        plan: Plan | None,
+        output: str,
+        next_norm_weight: Tensor | None,
+        latent: Tensor | None,
+    ) -> Any:
+        comm = self._comm
+        hidden, rows = comm.spec.hidden_size, routed.shape[0]
+        self._check_rows("shared", shared, hidden)
+        if shared.shape[0] != rows:
+            raise InputError(f"shared: {shared.shape[0]} rows given; accepted are the {rows} of the routed part")
+        if output not in OUTPUTS:
+            raise InputError(f"output: {output!r} given; accepted are {', '.join(map(repr, OUTPUTS))}")
+        out_rows = rows if output == "full" else -(-rows // comm.world_size)
+        if residual is not None:
+            self._check_rows("residual", residual, hidden)
+            if residual.shape[0] != out_rows:
+                raise InputError(
+                    f"residual: {residual.shape[0]} rows given; accepted are {out_rows} "
+                    f"({rows} tokens, {comm.world_size} ranks, output={output!r})"
+                )
+        if next_norm_weight is not None:
+            _check_vector("next_norm_weight", next_norm_weight, hidden, comm)
+        plan = self._check_or_make_plan(plan, rows, output, next_norm_weight is not None)
+        if rows == 0:
+            empty = shared.new_empty(0, hidden)
+            return empty if next_norm_weight is None else (empty, shared.new_empty(0, hidden))
+        normed = None if next_norm_weight is None else shared.new_empty(out_rows, hidden)
+        call = TailCall(
+            routed=routed,
+            shared=shared,
+            residual=residual,
+            plan=plan,
+            weights=self._weights,
+            next_norm_weight=next_norm_weight,
+            normed=normed,
+            latent=latent,
+        )
+        out = comm._tier(plan.tier).run(call)
+        return out if normed is None else (out, normed)
+
+    def _check_or_make_plan(self, plan: Plan | None, rows: int, output: str, next_norm: bool) -> Plan:
+        comm = self._comm
+        if plan is None:
+            plan = self.plan(rows, *comm.axes, None, output, next_norm)
+        else:
+            comm._check_plan(plan)
+            if rows > plan.num_tokens:
+                raise PlanError(f"plan: made for up to {plan.num_tokens} rows, called with {rows}")
+            if (plan.output, plan.next_norm) != (output, next_norm):
+                raise PlanError(
+                    f"plan: made for output={plan.output!r}, next_norm={plan.next_norm}; "
+                    f"called with output={output!r}, next_norm={next_norm}"
+                )
+            why = self._refused(output, next_norm).get(plan.tier)
+            if why is not None:
+                raise PlanError(f"plan: {plan.tier.name} can't serve layer {self.layer_index}: {why}")
+        if comm.device.type == "cuda" and not plan.graph and torch.cuda.is_current_stream_capturing():
+            raise CaptureError(
+                "a CUDA graph is being captured, and the plan is not for a graph; capture inside "
+                "comm.step(graph=True), so that every rank chooses as it will at replay"
+            )
+        return plan
+
+    def _plan(
+        self, num_tokens: int, graph: bool, decode: bool, tier: Tier | None, output: str, next_norm: bool
+    ) -> Plan:
+        comm = self._comm
+        comm._check_open()
+        if tier is not None and not isinstance(tier, Tier):
+            raise InputError(f"tier: {tier!r} given; accepted are None and members of k3comm.Tier")
+        axes = Axes(num_tokens=num_tokens, graph=graph, decode=decode)
+        force = tier if tier is not None else comm.settings.force
+        force = force if isinstance(force, Tier) else None
+        return Plan(
+            num_tokens=num_tokens,
+            graph=graph,
+            decode=decode,
+            tier=comm._choose(axes, self._refused(output, next_norm), force),
+            forced=force is not None,
+            output=output,
+            next_norm=next_norm,
+            communicator=comm._identity,
+        )
+
+    def _refused(self, output: str, next_norm: bool) -> dict[Tier, str]:
+        """The agreed tiers that can't honour this layer's and the call's arguments, and why."""
+        key = (output, next_norm)
+        if key not in self._refusals:
+            arguments = TailArguments(
+                sharded=self._weights.sharded,
+                projected=self._weights.project is not None,
+                precise=self._weights.precise,
+                output=output,
+                next_norm=next_norm,
+            )
+            comm, found = self._comm, {}
+            for tier in comm.agreement.capacities:
+                why = plugins()[tier].refusal(arguments, comm.spec, comm.world_size)
+                if why is not None:
+                    found[tier] = why
+            self._refusals[key] = found
+        return self._refusals[key]
+
+    @property
+    def _latent_dtype(self) -> torch.dtype:
+        """What `reduce_routed` returns."""
+        return torch.float32 if self._weights.precise else self._comm.dtype
+
+    def _check_rows(self, name: str, x: Tensor, width: int, dtype: torch.dtype | None = None) -> None:
+        comm = self._comm
+        dtype = dtype or comm.dtype
+        if not isinstance(x, Tensor):
+            raise InputError(f"{name}: {type(x).__name__} given; accepted is a tensor [m, {width}]")
+        if x.dim() != 2 or x.shape[1] != width:
+            raise InputError(f"{name}: shape {tuple(x.shape)} given; accepted is [m, {width}]")
+        if x.dtype != dtype:
+            raise InputError(f"{name}: {x.dtype} given; accepted is {dtype}")
+        if x.device != comm.device:
+            raise InputError(f"{name}: on {x.device}; accepted is {comm.device}")
+
+
+def _check_weights(
+    comm: Communicator,
+    norm_weight: Tensor | None,
+    up_weight: Tensor | None,
+    up_bias: Tensor | None,
+    routed_scale: float,
+    project: Project | None,
+    precise: bool,
+    sharded: bool | None,
+) -> TailWeights:
+    hidden, latent, world_size = comm.spec.hidden_size, comm.spec.latent_size, comm.world_size
+    if (up_weight is None) == (project is None):
+        given = "neither" if up_weight is None else "both"
+        raise InputError(f"up_weight, project: {given} given; accepted is one of the two")
+    if project is not None and not callable(project):
+        raise InputError(f"project: {project!r} given; accepted is a callable z [m, {latent}] -> [m, {hidden}]")
+    if project is not None and precise:
+        raise InputError("precise: True given with project; accepted is one of the two, since project takes rounded z")
+    for name, flag in (("precise", precise), ("sharded", sharded)):
+        if not isinstance(flag, bool) and not (name == "sharded" and flag is None):
+            raise InputError(f"{name}: {flag!r} given; accepted are True and False")
+    if isinstance(routed_scale, bool) or not isinstance(routed_scale, int | float) or not math.isfinite(routed_scale):
+        raise InputError(f"routed_scale: {routed_scale!r} given; accepted are finite numbers")
+    if norm_weight is not None:
+        _check_vector("norm_weight", norm_weight, latent, comm)
+    if up_bias is not None:
+        _check_vector("up_bias", up_bias, hidden, comm)
+    if up_weight is not None:
+        shapes = [(hidden, latent)] + ([(hidden // world_size, latent)] if hidden % world_size == 0 else [])
+        if not isinstance(up_weight, Tensor) or tuple(up_weight.shape) not in shapes:
+            shape = tuple(up_weight.shape) if isinstance(up_weight, Tensor) else type(up_weight).__name__
+            raise InputError(f"up_weight: {shape} given; accepted are {' and '.join(map(str, dict.fromkeys(shapes)))}")
+        _check_place("up_weight", up_weight, (comm.dtype,), comm)
+        found = tuple(up_weight.shape) != shapes[0]
+        if sharded is not None and sharded != found and world_size > 1:
+            raise InputError(f"sharded: {sharded} given with up_weight {tuple(up_weight.shape)}; accepted is {found}")
+        sharded = found
+    if sharded and hidden % world_size:
+        raise InputError(f"sharded: True given; accepted if hidden_size ({hidden}) is a multiple of {world_size} ranks")
+    return TailWeights(
+        norm_weight=norm_weight,
+        up_weight=up_weight,
+        up_bias=up_bias,
+        routed_scale=float(routed_scale),
+        project=project,
+        precise=precise,
+        sharded=bool(sharded) and world_size > 1,
+    )
+
+
+def _check_vector(name: str, x: Tensor, width: int, comm: Communicator) -> None:
+    if not isinstance(x, Tensor) or tuple(x.shape) != (width,):
+        shape = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
+        raise InputError(f"{name}: {shape} given; accepted is a tensor [{width}]")
+    _check_place(name, x, (comm.dtype, torch.float32), comm)
+
+
+def _check_place(name: str, x: Tensor, dtypes: tuple[torch.dtype, ...], comm: Communicator) -> None:
+    if x.dtype not in dtypes:
+        raise InputError(f"{name}: {x.dtype} given; accepted are {' and '.join(map(str, dict.fromkeys(dtypes)))}")
+    if x.device != comm.device:
+        raise InputError(f"{name}: on {x.device}; accepted is {comm.device}")

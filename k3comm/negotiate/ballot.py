@@ -1,0 +1,109 @@
+"""What this rank brings to the vote: its word on every tier, and the fields on which all ranks must agree."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from functools import cache
+from importlib import metadata, resources
+from importlib.resources.abc import Traversable
+
+import attrs
+
+from k3comm.facts import Facts, Reason, Verdict
+from k3comm.negotiate.decide import Ballot
+from k3comm.operations import Operation
+from k3comm.settings import Settings
+from k3comm.spec import LatentMoESpec, ParallelLayout
+from k3comm.tiers import Tier, Windows, plugins
+from k3comm.tiers.interface import TailTier
+
+SOURCE_SUFFIXES = (".py", ".cu", ".cuh")
+
+
+def ballot(
+    facts: Facts,
+    spec: LatentMoESpec,
+    layout: ParallelLayout,
+    settings: Settings,
+    operations: tuple[Operation, ...],
+    windows: Windows[Tier],
+    *,
+    lanes: int,
+) -> Ballot:
+    """This rank's ballot. Pure but for the hash of the library's own files."""
+    present = plugins()
+    return Ballot(
+        fields={
+            "version": {"k3comm": version()},
+            "sources": {"sha256": sources()},
+            "spec": _table(spec),
+            "layout": {**_table(layout), "world_size": str(facts.world_size), "lanes": str(lanes)},
+            "settings": settings.describe(uniform_only=True),
+            "operations": {type(operation).__name__: str(operation) for operation in operations},
+            "windows": windows.describe(),
+        },
+        host=facts.host,
+        device_uuid=str(facts.device_uuid) if facts.device_uuid else "",
+        verdicts={
+            tier: word(tier, present.get(tier), facts, spec, layout, settings, operations) for tier in Tier
+        },
+    )
+
+
+def word(
+    tier: Tier,
+    plugin: type[TailTier] | None,
+    facts: Facts,
+    spec: LatentMoESpec,
+    layout: ParallelLayout,
+    settings: Settings,
+    operations: tuple[Operation, ...],
+) -> tuple[Verdict, Verdict]:
+    """A rank's verdict on one tier, on one host and across hosts: what goes for every tier first, then its own."""
+    fallback = tier is max(Tier)
+    general = (
+        (plugin is None, Reason.ABSENT),
+        (tier in settings.disabled, Reason.DISABLED),
+        (plugin is not None and plugin.opt_in and tier not in settings.enabled, Reason.NOT_ENABLED),
+        (facts.world_size == 1 and not fallback, Reason.ONE_RANK),
+        (not layout.equal_tokens and not fallback, Reason.UNEQUAL_TOKENS),
+    )
+    for holds, reason in general:
+        if holds:
+            return Verdict.no(reason), Verdict.no(reason)
+    if plugin is None:  # not reached: ABSENT came first
+        raise LookupError(tier)
+    return plugin.verdict(facts, spec, layout, settings, operations)
+
+
+@cache
+def version() -> str:
+    """The installed version of k3comm; "unknown" when run from files that were never installed."""
+    try:
+        return metadata.version("k3comm")
+    except metadata.PackageNotFoundError:
+        return "unknown"
+
+
+@cache
+def sources() -> str:
+    """SHA-256 of the library's own Python and CUDA sources, names included: two ranks run the same code or say so."""
+    total = hashlib.sha256()
+    for path, file in sorted(_files(resources.files("k3comm"), "")):
+        total.update(path.encode() + b"\0" + file.read_bytes() + b"\0")
+    return total.hexdigest()
+
+
+def _files(folder: Traversable, prefix: str) -> list[tuple[str, Traversable]]:
+    found: list[tuple[str, Traversable]] = []
+    for entry in folder.iterdir():
+        if entry.is_dir():
+            found += _files(entry, f"{prefix}{entry.name}/")
+        elif entry.name.endswith(SOURCE_SUFFIXES):
+            found.append((prefix + entry.name, entry))
+    return found
+
+
+def _table(value: LatentMoESpec | ParallelLayout) -> Mapping[str, str]:
+    return {field.name: str(getattr(value, field.name)) for field in attrs.fields(type(value))}

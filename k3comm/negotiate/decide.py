@@ -1,0 +1,229 @@
+"""The vote's matrix, and what follows from it. Pure: every rank holds the same matrix and decides the same.
+
+A vote is one MIN all-reduce that is a gather: a matrix of 16 rows by 64 int64 cells; each rank writes its own row and
+INT64_MAX everywhere else. Both sizes are fixed whatever the version and the number of tiers, since a backend may
+abort the process when lengths differ.
+
+    cell 0   MAGIC            cell 4       hash of the host's identity
+    cell 1   FORMAT           cell 5       hash of the device's UUID, 0 without one
+    cell 2   the rank         cells 6..12  a hash of each of GROUPS
+    cell 3   1 if it failed   cells 16..   four a tier: capacity and reason on one host, the same across hosts
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+
+import attrs
+
+from k3comm.facts import Reason, Verdict
+from k3comm.negotiate.exchange import MAX_RANKS
+from k3comm.tiers.select import Agreement
+from k3comm.tiers.tier import Tier
+
+MAGIC = 0x6B33636F6D6D  # "k3comm"
+FORMAT = 1
+"""The layout of the cells. A change of it is a new number, and ranks that differ say so."""
+EMPTY = 2**63 - 1
+COLUMNS = 64
+GROUPS = ("version", "sources", "spec", "layout", "settings", "operations", "windows")
+"""What must be equal on all ranks; each is a table of fields, compared by hash."""
+_FIRST_GROUP, _FIRST_TIER, _CELLS_A_TIER = 6, 16, 4
+_REASON_SHIFT = 2**32
+
+TEXT_BYTES = 16384
+"""Bytes of one rank's text in the gather that follows a mismatch or a failure."""
+VALUE_CHARACTERS = 300
+"""Characters of one field's value there."""
+
+Fields = Mapping[str, Mapping[str, str]]
+"""Group -> field -> value, as text."""
+
+
+def digest(text: str) -> int:
+    """A hash that is the same in every process: 62 bits of SHA-256."""
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 2
+
+
+@attrs.frozen(kw_only=True)
+class Ballot:
+    """What one rank brings to the vote.
+
+    Attributes:
+        fields: what must be equal on all ranks.
+        host, device_uuid: where it is; "" where there is no device to be shared.
+        verdicts: its word on each tier, on one host and across hosts.
+        failure: why it can't take part; "" if it can.
+    """
+
+    fields: Fields = attrs.field(factory=dict)
+    host: str = ""
+    device_uuid: str = ""
+    verdicts: Mapping[Tier, tuple[Verdict, Verdict]] = attrs.field(factory=dict)
+    failure: str = ""
+
+    def matrix(self, rank: int) -> list[int]:
+        """The cells to be MIN-reduced, row by row."""
+        cells = [EMPTY] * (MAX_RANKS * COLUMNS)
+        row = [0] * COLUMNS
+        row[0:4] = MAGIC, FORMAT, rank, int(bool(self.failure))
+        row[4] = digest(self.host)
+        row[5] = digest(self.device_uuid) if self.device_uuid else 0
+        for column, group in enumerate(GROUPS, _FIRST_GROUP):
+            row[column] = digest(json.dumps(dict(self.fields.get(group, {})), sort_keys=True))
+        for index, tier in enumerate(Tier):
+            if tier in self.verdicts:
+                at = _FIRST_TIER + index * _CELLS_A_TIER
+                row[at : at + _CELLS_A_TIER] = [n for verdict in self.verdicts[tier] for n in _pack(verdict)]
+        cells[rank * COLUMNS : (rank + 1) * COLUMNS] = row
+        return cells
+
+    def text(self, groups: Sequence[str]) -> bytes:
+        """TEXT_BYTES of JSON for the gather: the failure, or the values of `groups`, cut to fit."""
+        shown: dict[str, object] = {"failure": self.failure[: 8 * VALUE_CHARACTERS]}
+        for group in groups:
+            values = self.fields.get(group, {})
+            shown[group] = {name: _cut(value) for name, value in values.items()}
+        payload = json.dumps(shown).encode()
+        if len(payload) > TEXT_BYTES:
+            payload = json.dumps({"failure": shown["failure"], "cut": True}).encode()
+        return payload.ljust(TEXT_BYTES, b" ")
+
+
+@attrs.frozen
+class Refusal:
+    """A rank that says no to a tier."""
+
+    tier: Tier
+    rank: int
+    verdict: Verdict
+
+    def __str__(self) -> str:
+        return f"rank {self.rank}: {self.verdict}"
+
+
+@attrs.frozen(kw_only=True)
+class Decision:
+    """What the matrix says; equal on every rank.
+
+    Attributes:
+        world_size: ranks W.
+        hosts: for each rank, the first rank on its host.
+        mismatched: the members of GROUPS that differ.
+        failed: ranks that can't take part.
+        shared_devices: for each GPU that several ranks are on, those ranks.
+        capacities: rows by tier, of the tiers that all can do.
+        refusals: who said no to what, in tier and rank order.
+    """
+
+    world_size: int
+    hosts: tuple[int, ...]
+    mismatched: tuple[str, ...]
+    failed: tuple[int, ...]
+    shared_devices: tuple[tuple[int, ...], ...]
+    capacities: Mapping[Tier, int] = attrs.field(converter=lambda rows: MappingProxyType(dict(rows)))
+    refusals: tuple[Refusal, ...]
+
+    @property
+    def one_host(self) -> bool:
+        """Whether all ranks are on one machine."""
+        return len(set(self.hosts)) == 1
+
+    def agreement(self) -> Agreement[Tier]:
+        """The agreed tiers."""
+        return Agreement(self.capacities)
+
+    def refusal(self, tier: Tier) -> str:
+        """Who said no to a tier and why, ranks of the same reason together; "" if nobody did."""
+        ranks: dict[str, list[int]] = {}
+        for one in self.refusals:
+            if one.tier is tier:
+                ranks.setdefault(str(one.verdict), []).append(one.rank)
+        if list(ranks.values()) == [list(range(self.world_size))]:
+            return next(iter(ranks))
+        return "; ".join(f"{name_ranks(who)}: {why}" for why, who in ranks.items())
+
+
+def decide(matrix: Sequence[int], world_size: int) -> Decision:
+    """What follows from the reduced matrix (MAX_RANKS * COLUMNS cells)."""
+    rows = [matrix[rank * COLUMNS : (rank + 1) * COLUMNS] for rank in range(world_size)]
+    hosts = tuple(next(i for i in range(world_size) if rows[i][4] == row[4]) for row in rows)
+    mismatched = tuple(
+        group for column, group in enumerate(GROUPS, _FIRST_GROUP) if len({row[column] for row in rows}) > 1
+    )
+    if any(list(row[:3]) != [MAGIC, FORMAT, rank] for rank, row in enumerate(rows)):
+        mismatched = ("version",)
+    failed = tuple(rank for rank, row in enumerate(rows) if row[3])
+    places: dict[tuple[int, int], list[int]] = {}
+    for rank, row in enumerate(rows):
+        if row[5]:
+            places.setdefault((row[4], row[5]), []).append(rank)
+    one_host = len(set(hosts)) == 1
+    capacities, refusals = {}, []
+    if not failed and not mismatched:
+        for index, tier in enumerate(Tier):
+            at = _FIRST_TIER + index * _CELLS_A_TIER + (0 if one_host else 2)
+            verdicts = [_unpack(row[at], row[at + 1]) for row in rows]
+            if all(verdicts):
+                capacities[tier] = min(verdict.capacity for verdict in verdicts)
+            refusals += [Refusal(tier, rank, verdict) for rank, verdict in enumerate(verdicts) if not verdict]
+    return Decision(
+        world_size=world_size,
+        hosts=hosts,
+        mismatched=mismatched,
+        failed=failed,
+        shared_devices=tuple(tuple(ranks) for ranks in places.values() if len(ranks) > 1),
+        capacities=capacities,
+        refusals=tuple(refusals),
+    )
+
+
+def disagreement(decision: Decision, texts: Sequence[bytes]) -> str:
+    """The one text that every rank raises, from every rank's `Ballot.text`.
+
+    A failure names its ranks; a mismatch names group, field, each value, and the ranks that have it.
+    """
+    shown = [json.loads(text) for text in texts]
+    lines = []
+    failures: dict[str, list[int]] = {}
+    for rank in decision.failed:
+        failures.setdefault(shown[rank]["failure"], []).append(rank)
+    lines += [f"{name_ranks(ranks)} can't take part: {why}" for why, ranks in failures.items()]
+    healthy = [rank for rank in range(decision.world_size) if rank not in decision.failed]
+    for group in decision.mismatched if not decision.failed else ():
+        before = len(lines)
+        tables = {rank: shown[rank].get(group, {}) for rank in healthy}
+        for name in sorted({name for table in tables.values() for name in table}):
+            values: dict[str, list[int]] = {}
+            for rank, table in tables.items():
+                values.setdefault(table.get(name, "absent"), []).append(rank)
+            if len(values) > 1:
+                sides = "; ".join(f"{value} on {name_ranks(ranks)}" for value, ranks in values.items())
+                lines.append(f"{group}.{name} differs: {sides}")
+        if len(lines) == before:
+            lines.append(f"{group} differs between ranks, in values too long to show")
+    return "\n".join(["the ranks can't agree", *lines])
+
+
+def name_ranks(ranks: Sequence[int]) -> str:
+    """ "rank 1", "ranks 0, 2 and 3"."""
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    return f"ranks {', '.join(map(str, ranks[:-1]))} and {ranks[-1]}"
+
+
+def _pack(verdict: Verdict) -> tuple[int, int]:
+    return verdict.capacity, verdict.reason * _REASON_SHIFT + verdict.detail
+
+
+def _unpack(capacity: int, reason: int) -> Verdict:
+    return Verdict(capacity, Reason(reason // _REASON_SHIFT), reason % _REASON_SHIFT)
+
+
+def _cut(value: str) -> str:
+    if len(value) <= VALUE_CHARACTERS:
+        return value
+    return f"{value[:VALUE_CHARACTERS]}... ({len(value)} characters, SHA-256 {digest(value):x})"

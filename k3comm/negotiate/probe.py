@@ -1,0 +1,81 @@
+"""A rank looks at itself: in process, without touching a peer, and without ever raising."""
+
+from __future__ import annotations
+
+import os
+import platform
+from collections.abc import Callable
+from importlib import metadata
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+
+from k3comm.facts import Facts, Unknown
+
+T = TypeVar("T")
+
+PACKAGES = ("k3comm", "torch", "numpy", "cuda-core", "cuda-bindings", "nvidia-ml-py", "nvidia-nccl-cu13")
+
+
+def probe(device: torch.device, *, world_size: int, backend: str, host_identity: str | None = None) -> Facts:
+    """The facts of this rank.
+
+    Args:
+        device: where the tensors will live.
+        world_size, backend: of the group.
+        host_identity: what to call this machine; None detects it.
+    """
+    on_gpu = device.type == "cuda"
+    return Facts(
+        host=host_identity or detect_host(),
+        device=device.type,
+        device_name=_ask(lambda: torch.cuda.get_device_name(device)) if on_gpu else platform.machine(),
+        device_uuid=_ask(lambda: str(torch.cuda.get_device_properties(device).uuid)) if on_gpu else "",
+        compute_capability=_ask(lambda: torch.cuda.get_device_capability(device)) if on_gpu else None,
+        free_memory=_ask((lambda: torch.cuda.mem_get_info(device)[0]) if on_gpu else _host_memory),
+        driver=_ask(_driver_version),
+        world_size=world_size,
+        backend=backend,
+        versions=_versions(),
+    )
+
+
+def detect_host() -> str:
+    """Boot id, host name and PID namespace: two containers of one machine differ, two processes of one don't."""
+    parts = [
+        _ask(lambda: Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()),
+        _ask(platform.node),
+        _ask(lambda: os.readlink("/proc/self/ns/pid")),
+    ]
+    return " ".join(map(str, parts))
+
+
+def _ask(question: Callable[[], T]) -> T | Unknown:
+    try:
+        return question()
+    except Exception as error:  # noqa: BLE001 - whatever a driver, a container or a shim raises: an unknown, not an end
+        return Unknown(f"{type(error).__name__}: {error}")
+
+
+def _host_memory() -> int:
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def _driver_version() -> str:
+    import pynvml
+
+    pynvml.nvmlInit()
+    try:
+        return str(pynvml.nvmlSystemGetDriverVersion())
+    finally:
+        pynvml.nvmlShutdown()
+
+
+def _versions() -> dict[str, str]:
+    found = {"python": platform.python_version()}
+    for name in PACKAGES:
+        version = _ask(lambda name=name: metadata.version(name))  # type: ignore[misc]
+        if isinstance(version, str):
+            found[name] = version
+    return found

@@ -1,0 +1,249 @@
+"""What the operator wants. The only module that reads the environment, once, at negotiate.
+
+Precedence of each setting by itself: argument, environment, windows file (its `[settings]` table), default.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+import os
+import re
+from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Set as AbstractSet
+from types import MappingProxyType
+from typing import Any
+
+import attrs
+
+from k3comm.errors import SettingsError
+from k3comm.tiers.tier import Tier
+
+PREFIX = "K3COMM_"
+
+
+def _tier(value: Any) -> Tier:
+    if isinstance(value, Tier):
+        return value
+    name = str(value).strip().upper()
+    if name not in Tier.__members__:
+        raise SettingsError(f"no tier is called {str(value).strip()!r}; accepted are {', '.join(Tier.__members__)}")
+    return Tier[name]
+
+
+def _tiers(value: Any) -> frozenset[Tier]:
+    names: Iterable[Any] = re.split(r"[,\s]+", value.strip()) if isinstance(value, str) else value
+    return frozenset(_tier(name) for name in names if name != "")
+
+
+def _disabled(value: Any) -> frozenset[Tier]:
+    tiers = _tiers(value)
+    last = max(Tier)
+    if last in tiers:
+        raise SettingsError(f"{last.name} can't be disabled: it takes what no other tier does")
+    return tiers
+
+
+def _force(value: Any) -> Tier | None:
+    return None if str(value).strip().lower() == "auto" else _tier(value)
+
+
+def _one_of(*accepted: str) -> Callable[[Any], str]:
+    def parse(value: Any) -> str:
+        if str(value).strip().lower() not in accepted:
+            raise SettingsError(f"{value!r} given; accepted are {', '.join(accepted)}")
+        return str(value).strip().lower()
+
+    return parse
+
+
+def _flag(value: Any) -> bool:
+    if isinstance(value, bool):
+        return value
+    word = str(value).strip().lower()
+    if word in ("1", "on", "true", "yes"):
+        return True
+    if word in ("0", "off", "false", "no"):
+        return False
+    raise SettingsError(f"{value!r} given; accepted are on, off, 1, 0, true, false, yes, no")
+
+
+def _seconds(value: Any) -> float:
+    try:
+        seconds = float(value)
+    except (TypeError, ValueError):
+        seconds = math.nan
+    if isinstance(value, bool) or not 0 < seconds <= MAX_SECONDS:
+        raise SettingsError(f"{value!r} given; accepted are seconds above 0, at most {MAX_SECONDS}")
+    return seconds
+
+
+def _packaged(value: Any) -> str | None:
+    return None if str(value).strip().lower() == "packaged" else _text(value)
+
+
+def _text(value: Any) -> str:
+    text = os.fspath(value) if isinstance(value, os.PathLike) else value
+    if not isinstance(text, str) or not text.strip():
+        raise SettingsError(f"{value!r} given; accepted is a text that is not empty")
+    return text
+
+
+MAX_SECONDS = 86400
+"""The longest deadline: a day. Time-outs travel as milliseconds in 32 bits in some backends."""
+
+
+def _setting(
+    env: str,
+    default: Any,
+    parse: Callable[[Any], Any],
+    *,
+    uniform: bool = True,
+    served: bool = True,
+    none: str = "",
+) -> Any:
+    """A field: None at construction means "not given".
+
+    `uniform`: the ranks must have the same value; `served`: something in this version consumes it; `none`: the word
+    for the value None.
+    """
+    metadata = {
+        "env": PREFIX + env,
+        "default": default,
+        "parse": parse,
+        "uniform": uniform,
+        "served": served,
+        "none": none,
+    }
+    return attrs.field(default=None, metadata=metadata)
+
+
+@attrs.frozen(kw_only=True)
+class Settings:
+    """What the operator wants; every field may be left out.
+
+    Attributes:
+        disabled: tiers that are not to be used (K3COMM_DISABLE: names, separated by commas or blanks).
+        enabled: tiers that are off unless asked for (K3COMM_ENABLE).
+        force: use this tier always, or raise at negotiate; None, or "auto", selects (K3COMM_FORCE).
+        transport: "auto", "multicast", "peer" or "host" (K3COMM_TRANSPORT).
+        windows: path of a windows file of your own; None takes the packaged ones (K3COMM_WINDOWS).
+        pdl: programmatic dependent launch where it is supported (K3COMM_PDL).
+        vote_deadline: seconds that a collective of the negotiation may take (K3COMM_VOTE_DEADLINE).
+        rendezvous_deadline: seconds that a rendezvous of shared memory may take (K3COMM_RENDEZVOUS_DEADLINE).
+        poll_deadline: seconds that a forward waits on a peer, on CPU (K3COMM_POLL_DEADLINE).
+        check_uniform: compare what the ranks do, call by call (K3COMM_CHECK_UNIFORM).
+        allow_shared_device: several ranks on one GPU are meant (K3COMM_ALLOW_SHARED_DEVICE).
+        record: path of the decision recorder; None is off (K3COMM_RECORD).
+        host_identity: what to call this machine; None detects it (K3COMM_HOST_IDENTITY).
+        cache_dir: folder of compiled kernels; None is the user's cache folder (K3COMM_CACHE_DIR).
+        sources: where each value comes from: "argument", the variable's name, the windows file's name, or "default".
+
+    `Settings(...)` reads no environment; `Settings.from_env` does, and so does `Communicator.negotiate`.
+
+    Raises:
+        SettingsError: a malformed value; names the setting, the value and what is accepted.
+    """
+
+    disabled: AbstractSet[Tier | str] = _setting("DISABLE", frozenset(), _disabled)
+    enabled: AbstractSet[Tier | str] = _setting("ENABLE", frozenset(), _tiers)
+    force: Tier | str | None = _setting("FORCE", None, _force, none="auto")
+    transport: str = _setting("TRANSPORT", "auto", _one_of("auto", "multicast", "peer", "host"), served=False)
+    windows: str | os.PathLike[str] | None = _setting("WINDOWS", None, _packaged, uniform=False, none="packaged")
+    pdl: bool = _setting("PDL", True, _flag, served=False)
+    vote_deadline: float = _setting("VOTE_DEADLINE", 60.0, _seconds)
+    rendezvous_deadline: float = _setting("RENDEZVOUS_DEADLINE", 600.0, _seconds, served=False)
+    poll_deadline: float = _setting("POLL_DEADLINE", 30.0, _seconds)
+    check_uniform: bool = _setting("CHECK_UNIFORM", False, _flag, served=False)
+    allow_shared_device: bool = _setting("ALLOW_SHARED_DEVICE", False, _flag)
+    record: str | os.PathLike[str] | None = _setting("RECORD", None, _text, uniform=False, served=False, none="off")
+    host_identity: str | None = _setting("HOST_IDENTITY", None, _text, uniform=False, none="detected")
+    cache_dir: str | os.PathLike[str] | None = _setting(
+        "CACHE_DIR", None, _text, uniform=False, served=False, none="the user's cache folder"
+    )
+    sources: Mapping[str, str] = attrs.field(factory=dict, repr=False, eq=False)
+
+    def __attrs_post_init__(self) -> None:
+        sources = {}
+        for field in _fields():
+            given = getattr(self, field.name)
+            sources[field.name] = "default" if given is None else self.sources.get(field.name, "argument")
+            value = field.metadata["default"] if given is None else _parse(field, given, sources[field.name])
+            object.__setattr__(self, field.name, value)
+        object.__setattr__(self, "sources", MappingProxyType(sources))
+
+    @classmethod
+    def from_env(cls, settings: Settings | None = None, environ: Mapping[str, str] | None = None) -> Settings:
+        """Fills what `settings` leaves out from the environment.
+
+        Args:
+            settings: what was given as arguments; these win.
+            environ: the environment; the process's own by default.
+
+        Raises:
+            SettingsError: a malformed variable, or one with the prefix K3COMM_ that does not exist.
+        """
+        environ = os.environ if environ is None else environ
+        names = {field.metadata["env"]: field.name for field in _fields()}
+        for variable in sorted(environ):
+            if variable.startswith(PREFIX) and variable not in names:
+                near = difflib.get_close_matches(variable, names, 1)
+                hint = f"did you mean {near[0]}?" if near else f"accepted are {', '.join(names)}"
+                raise SettingsError(f"{variable}: there is no such variable; {hint}")
+        values = {name: environ[env] for env, name in names.items() if environ.get(env, "") != ""}
+        return (settings or cls())._filled(values, {name: env for env, name in names.items()})
+
+    def with_file(self, values: Mapping[str, Any], source: str) -> Settings:
+        """Fills what arguments and environment leave out from a windows file's `[settings]` table."""
+        accepted = {field.name for field in _fields()} - {"windows"}
+        for name in values:
+            if name not in accepted:
+                raise SettingsError(f"{source}: [settings] {name}: no such setting; accepted are {sorted(accepted)}")
+        return self._filled(values, dict.fromkeys(values, source))
+
+    def _filled(self, values: Mapping[str, Any], sources: Mapping[str, str]) -> Settings:
+        merged, origin = dict(values), {name: sources[name] for name in values}
+        for name, source in self.sources.items():
+            if source != "default":
+                value = getattr(self, name)
+                word = getattr(attrs.fields(Settings), name).metadata["none"]
+                merged[name], origin[name] = word if value is None else value, source
+        return Settings(**merged, sources=origin)
+
+    def check_served(self) -> None:
+        """Refuses, with SettingsError, a setting that was given but that nothing in this version consumes."""
+        for field in _fields():
+            if not field.metadata["served"] and self.sources[field.name] != "default":
+                raise SettingsError(
+                    f"{field.name} ({self.sources[field.name]}): nothing in this version consumes it; "
+                    "leave it out, rather than have it ignored"
+                )
+
+    def describe(self, *, uniform_only: bool = False) -> dict[str, str]:
+        """Each value as text, by name; with `uniform_only` those on which all ranks must agree."""
+        fields = [f for f in _fields() if f.metadata["uniform"] or not uniform_only]
+        return {f.name: _show(getattr(self, f.name), f.metadata["none"]) for f in fields}
+
+
+def _fields() -> list[attrs.Attribute[Any]]:
+    return [field for field in attrs.fields(Settings) if "env" in field.metadata]
+
+
+def _parse(field: attrs.Attribute[Any], value: Any, source: str) -> Any:
+    try:
+        return field.metadata["parse"](value)
+    except SettingsError as error:
+        place = field.name if source == "argument" else f"{source} ({field.name})"
+        raise SettingsError(f"{place}: {error}") from None
+    except TypeError:
+        raise SettingsError(f"{field.name}: {value!r} given, which is of the wrong kind") from None
+
+
+def _show(value: Any, none: str) -> str:
+    if isinstance(value, Tier):
+        return value.name
+    if isinstance(value, frozenset):
+        return ", ".join(tier.name for tier in sorted(value)) or "none"
+    if isinstance(value, bool):
+        return "on" if value else "off"
+    return none if value is None else str(value)

@@ -1,0 +1,176 @@
+"""The one interface that every tier plugs in behind.
+
+A plug-in is a class called `Plugin` in the module named after its enum member. What it says before the vote
+(`verdict`, `footprint`) is pure: this rank's own facts only. What it does afterwards gets everything by argument.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import TYPE_CHECKING, ClassVar
+
+import attrs
+
+from k3comm.facts import Facts, Verdict
+from k3comm.operations import TailArguments
+from k3comm.settings import Settings
+from k3comm.spec import LatentMoESpec, ParallelLayout
+from k3comm.tiers.tier import Numerics, Tier
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+    from torch.distributed import ProcessGroup
+
+    from k3comm.buffers.symmetric import BufferRequest
+    from k3comm.operations import Operation
+
+Project = Callable[["Tensor"], "Tensor"]
+"""A projection of the engine's own: z [m, L] in the spec's dtype -> [m, H] or, sharded, [m, H/W]."""
+
+
+@attrs.frozen(kw_only=True, eq=False)
+class TierContext:
+    """What an agreed tier works with.
+
+    Attributes:
+        spec: the layer's shapes.
+        settings: the negotiated settings.
+        group: the process group of the partial sums; None for one rank.
+        rank, world_size: place in the group, and its size W.
+        device: where tensors live.
+        dtype: torch's name of the spec's dtype.
+    """
+
+    spec: LatentMoESpec
+    settings: Settings
+    group: ProcessGroup | None
+    rank: int
+    world_size: int
+    device: torch.device
+    dtype: torch.dtype
+
+
+@attrs.frozen(kw_only=True, eq=False)
+class TailWeights:
+    """What one layer's handle holds: references, never copies; read when called.
+
+    Attributes:
+        norm_weight: g [L], or None for a layer without norm.
+        up_weight: W_up [H, L], or this rank's rows [H/W, L] if `sharded`; None with `project`.
+        up_bias: b [H], or None.
+        routed_scale: factor of the projected routed part.
+        project: the engine's own projection, or None.
+        precise: only K0 results.
+        sharded: whether the projection gives this rank's H/W columns only.
+    """
+
+    norm_weight: Tensor | None
+    up_weight: Tensor | None
+    up_bias: Tensor | None
+    routed_scale: float
+    project: Project | None
+    precise: bool
+    sharded: bool
+
+
+@attrs.frozen(kw_only=True)
+class Plan:
+    """A choice, made for up to `num_tokens` rows. Made by `MoETail.plan`, never by hand.
+
+    Attributes:
+        num_tokens, graph, decode: the axes it was made for.
+        tier: what was chosen.
+        forced: the tier was asked for by name.
+        output, next_norm: the call's arguments that narrowed the choice.
+        communicator: whose choice it is: the name and serial number.
+    """
+
+    num_tokens: int
+    graph: bool
+    decode: bool
+    tier: Tier
+    forced: bool
+    output: str
+    next_norm: bool
+    communicator: tuple[str, int] = attrs.field(repr=False)
+
+
+@attrs.frozen(kw_only=True, eq=False)
+class TailCall:
+    """One call of a tail, with m > 0 rows, validated.
+
+    Attributes:
+        routed: [m, L], this rank's partial sum. shared: [m, H], likewise.
+        residual: [m, H], or [ceil(m/W), H] with output="rows", or None.
+        plan: the choice. weights: the layer's.
+        next_norm_weight: [H], or None.
+        normed: where the next RMSNorm goes, in the result's shape; None without `next_norm_weight`.
+        latent: [m, L], the sum of all ranks' routed parts, where it was reduced before; then `routed` is not read.
+    """
+
+    routed: Tensor
+    shared: Tensor
+    residual: Tensor | None
+    plan: Plan
+    weights: TailWeights
+    next_norm_weight: Tensor | None = None
+    normed: Tensor | None = None
+    latent: Tensor | None = None
+
+
+class TailTier(ABC):
+    """A way to finish the layer.
+
+    Class attributes:
+        name: the enum member, after which the module is named.
+        numerics: the accuracy class.
+        transports: what carries the data: of "multicast", "peer", "host", "library".
+        opt_in: off unless `settings.enabled` names it.
+    """
+
+    name: ClassVar[Tier]
+    numerics: ClassVar[Numerics]
+    transports: ClassVar[frozenset[str]]
+    opt_in: ClassVar[bool] = False
+
+    @classmethod
+    @abstractmethod
+    def verdict(
+        cls,
+        facts: Facts,
+        spec: LatentMoESpec,
+        layout: ParallelLayout,
+        settings: Settings,
+        operations: tuple[Operation, ...],
+    ) -> tuple[Verdict, Verdict]:
+        """This rank's word before the vote, if the ranks turn out to be on one host, and across hosts. Pure."""
+
+    @classmethod
+    @abstractmethod
+    def footprint(
+        cls, spec: LatentMoESpec, layout: ParallelLayout, operations: tuple[Operation, ...], lanes: int
+    ) -> BufferRequest | None:
+        """The shared memory it needs; None if none. Pure, and the same on every rank."""
+
+    @classmethod
+    @abstractmethod
+    def refusal(cls, arguments: TailArguments, spec: LatentMoESpec, world_size: int) -> str | None:
+        """Why it can't honour a handle's or a call's arguments, in words; None if it can. Pure, no communication."""
+
+    @abstractmethod
+    def prepare(self, context: TierContext) -> None:
+        """Compiles, allocates views, arms; once, after the vote. Collective steps go through the context only."""
+
+    @abstractmethod
+    def self_check(self, context: TierContext) -> Verdict:
+        """Runs small data and compares with the reference; collective."""
+
+    @abstractmethod
+    def lane(self, plan: Plan) -> Tensor | None:
+        """Where experts may write [routed, shared] without a copy, valid until the call returns; None if nowhere."""
+
+    @abstractmethod
+    def run(self, call: TailCall) -> Tensor:
+        """The work: [m, H], or [ceil(m/W), H] with output="rows". Fills `call.normed` if it is there."""

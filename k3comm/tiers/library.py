@@ -1,0 +1,249 @@
+"""What the tiers over torch.distributed share: collectives with a deadline, the epilogue, a self-check.
+
+Gloo on CPU and NCCL on CUDA run the same code. Inputs may have any layout and are never written to.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any, ClassVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from k3comm.buffers.symmetric import BufferRequest
+from k3comm.errors import CommunicationTimeoutError, InputError
+from k3comm.facts import Facts, Reason, Verdict
+from k3comm.kernels import dense, reference
+from k3comm.operations import Operation, TailArguments
+from k3comm.settings import Settings
+from k3comm.spec import LatentMoESpec, ParallelLayout
+from k3comm.tiers.interface import Plan, TailCall, TailTier, TailWeights, TierContext
+
+# torch 2.13 renamed it and warns on every call of the old name.
+_all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
+class Collectives:
+    """The collectives of one group, out of place. On CPU each is bounded by `settings.poll_deadline`.
+
+    Inside NCCL the group's own watchdog decides.
+    """
+
+    def __init__(self, context: TierContext) -> None:
+        self._context = context
+        self._deadline = timedelta(seconds=context.settings.poll_deadline)
+        self._bounded = context.device.type == "cpu"
+
+    def all_reduce(self, *tensors: Tensor) -> None:
+        """Sums each tensor over the ranks, in place, in the library's own order; several in one grouped call."""
+        if self._context.world_size == 1:
+            return
+        if len(tensors) == 1:
+            self._finish("all_reduce", dist.all_reduce(tensors[0], group=self._context.group, async_op=self._bounded))
+            return
+        # The one way that torch offers to several tensors as one NCCL group call without joining them.
+        with dist._coalescing_manager(self._context.group, async_ops=self._bounded) as grouped:
+            for tensor in tensors:
+                dist.all_reduce(tensor, group=self._context.group)
+        for work in grouped.works:
+            self._finish("grouped all_reduce", work)
+
+    def all_to_all(self, x: Tensor) -> Tensor:
+        """x [W, ...]: slice d goes to rank d. Returns [W, ...]: slice s came from rank s."""
+        x = x.contiguous()
+        out = torch.empty_like(x)
+        work = dist.all_to_all_single(out, x, group=self._context.group, async_op=self._bounded)
+        self._finish("all_to_all", work)
+        return out
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        """Every rank's x, [W, *x.shape]."""
+        x = x.contiguous()
+        if self._context.world_size == 1:
+            return x.unsqueeze(0)
+        out = x.new_empty(self._context.world_size * x.shape[0], *x.shape[1:])
+        self._finish("all_gather", _all_gather(out, x, group=self._context.group, async_op=self._bounded))
+        return out.view(self._context.world_size, *x.shape)
+
+    def _finish(self, what: str, work: Any) -> None:
+        if work is None:
+            return
+        try:
+            work.wait(self._deadline)
+        except RuntimeError as error:
+            raise CommunicationTimeoutError(
+                f"{what} of rank {self._context.rank} of {self._context.world_size} did not finish within "
+                f"{self._deadline.total_seconds():g} s (settings.poll_deadline), or a peer is gone: {error}"
+            ) from error
+
+
+class LibraryTier(TailTier):
+    """The common part: says yes, needs no shared memory, and runs `_rows` with collectives at hand."""
+
+    transports: ClassVar[frozenset[str]] = frozenset({"library"})
+
+    _context: TierContext
+    _collectives: Collectives
+
+    @classmethod
+    def verdict(
+        cls,
+        facts: Facts,
+        spec: LatentMoESpec,
+        layout: ParallelLayout,
+        settings: Settings,
+        operations: tuple[Operation, ...],
+    ) -> tuple[Verdict, Verdict]:
+        return Verdict.yes(), Verdict.yes()
+
+    @classmethod
+    def footprint(
+        cls, spec: LatentMoESpec, layout: ParallelLayout, operations: tuple[Operation, ...], lanes: int
+    ) -> BufferRequest | None:
+        return None
+
+    @classmethod
+    def refusal(cls, arguments: TailArguments, spec: LatentMoESpec, world_size: int) -> str | None:
+        return None
+
+    def prepare(self, context: TierContext) -> None:
+        self._context = context
+        self._collectives = Collectives(context)
+
+    def self_check(self, context: TierContext) -> Verdict:
+        """Integers in floats, few rows: library sums are exact whatever their order, so the result is too."""
+        spec, rows = context.spec, 2 * context.world_size + 1
+        case = reference.integer_case(
+            context.world_size, rows, spec.hidden_size, spec.latent_size, dtype=context.dtype, seed=0, norm=False
+        ).to(context.device)
+        weights = TailWeights(
+            norm_weight=None,
+            up_weight=case.up_weight,
+            up_bias=None,
+            routed_scale=1.0,
+            project=None,
+            precise=False,
+            sharded=False,
+        )
+        plan = Plan(
+            num_tokens=rows,
+            graph=False,
+            decode=False,
+            tier=self.name,
+            forced=True,
+            output="full",
+            next_norm=False,
+            communicator=("self-check", 0),
+        )
+        call = TailCall(
+            routed=case.routed[context.rank],
+            shared=case.shared[context.rank],
+            residual=case.residual,
+            plan=plan,
+            weights=weights,
+        )
+        right = torch.equal(self.run(call), reference.round_once(case.truth(), context.dtype))
+        return Verdict.yes() if right else Verdict.no(Reason.SELF_CHECK)
+
+    def lane(self, plan: Plan) -> Tensor | None:
+        return None
+
+    def run(self, call: TailCall) -> Tensor:
+        out = self._tail(call)
+        if call.normed is not None and call.next_norm_weight is not None:
+            normed = dense.rms_norm(out.float(), call.next_norm_weight, self._context.spec.rms_eps)
+            call.normed.copy_(normed)
+        return out
+
+    @abstractmethod
+    def _tail(self, call: TailCall) -> Tensor:
+        """The result without the next norm."""
+
+    @property
+    def _rank(self) -> int:
+        return self._context.rank
+
+    @property
+    def _world_size(self) -> int:
+        return self._context.world_size
+
+    def _own_rows(self, num_tokens: int) -> int:
+        return -(-num_tokens // self._world_size)
+
+    def _pad_rows(self, x: Tensor) -> Tensor:
+        """x [m, n] -> [W, ceil(m/W), n], zeros at the end."""
+        rows = self._own_rows(x.shape[0])
+        missing = rows * self._world_size - x.shape[0]
+        x = torch.nn.functional.pad(x, (0, 0, 0, missing)) if missing else x
+        return x.reshape(self._world_size, rows, x.shape[1])
+
+    def _rows_of(self, x: Tensor) -> Tensor:
+        """This rank's ceil(m/W) rows of x [m, n], zeros past m. A copy only where rows are missing."""
+        rows = self._own_rows(x.shape[0])
+        own = x[self._rank * rows : (self._rank + 1) * rows]
+        missing = rows - own.shape[0]
+        return torch.nn.functional.pad(own, (0, 0, 0, missing)) if missing else own
+
+    def _columns(self) -> slice:
+        """This rank's H/W columns of the hidden width."""
+        width = self._context.spec.hidden_size // self._world_size
+        return slice(self._rank * width, (self._rank + 1) * width)
+
+    def _clear_past(self, rows: Tensor, num_tokens: int) -> Tensor:
+        """Zeroes those of this rank's rows that lie at or past m: a residual's padding does not show."""
+        first = num_tokens - self._rank * rows.shape[0]
+        if first < rows.shape[0]:
+            rows[max(first, 0) :] = 0
+        return rows
+
+    def _normed(self, sums: Tensor, weights: TailWeights) -> Tensor:
+        """The latent sums [m, L] in fp32, normed."""
+        return dense.rms_norm(sums, weights.norm_weight, self._context.spec.rms_eps)
+
+    def _project(self, z: Tensor, weights: TailWeights, columns: slice | None = None) -> Tensor:
+        """z [m, L] in fp32 -> [m, N] in fp32: all columns that the weights give, or `columns` of a whole W_up."""
+        width = self._context.spec.hidden_size // (self._world_size if weights.sharded else 1)
+        if weights.project is not None:
+            out = weights.project(z.to(self._context.dtype))
+            if tuple(out.shape) != (z.shape[0], width):
+                raise InputError(
+                    f"project: returned {tuple(out.shape)}; accepted is {(z.shape[0], width)} "
+                    f"(sharded={weights.sharded})"
+                )
+            # A copy, since the epilogue adds into what it gets and the callable may keep its result.
+            out = (out if columns is None else out[:, columns]).to(torch.float32, copy=True)
+            return out
+        if weights.up_weight is None:
+            raise InputError("up_weight: None given without project; accepted is one of the two")
+        weight = weights.up_weight if columns is None else weights.up_weight[columns]
+        return dense.project(z, weight, precise=weights.precise)
+
+    def _gather_columns(self, x: Tensor) -> Tensor:
+        """This rank's columns [m, H/W] -> [m, H] from all ranks."""
+        return self._collectives.all_gather(x).transpose(0, 1).reshape(x.shape[0], -1)
+
+    def _whole_projection(self, z: Tensor, weights: TailWeights) -> Tensor:
+        """[m, H] in fp32 whether W_up is whole or sharded."""
+        y = self._project(z, weights)
+        return self._gather_columns(y) if weights.sharded and self._world_size > 1 else y
+
+    def _add_up(self, projected: Tensor, weights: TailWeights, shared: Tensor, residual: Tensor | None) -> Tensor:
+        return dense.add_up(
+            projected, weights.routed_scale, weights.up_bias, shared, residual, self._context.dtype
+        )
+
+    def _finish_sums(self, latent: Tensor, shared: Tensor, call: TailCall) -> Tensor:
+        """The end of the all-reduce tiers: complete sums [m, L] and [m, H] on every rank, in any dtype."""
+        z = self._normed(latent.float(), call.weights)
+        if call.plan.output == "full":
+            return self._add_up(self._whole_projection(z, call.weights), call.weights, shared, call.residual)
+        if call.weights.sharded:
+            y = self._rows_of(self._whole_projection(z, call.weights))
+        else:
+            y = self._project(self._rows_of(z), call.weights)
+        out = self._add_up(y, call.weights, self._rows_of(shared), call.residual)
+        return self._clear_past(out, call.routed.shape[0])
