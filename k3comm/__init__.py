@@ -32,6 +32,8 @@ if TYPE_CHECKING:
     from k3comm.tiers import Numerics, Tier
     from k3comm.tiers.interface import Plan
 
+__version__ = "0.1.0"
+
 _MODULES = {
     "AttentionReduceOp": "operations",
     "CaptureError": "errors",

@@ -1,10 +1,10 @@
 """The communicator: agrees once with the other ranks, then hands out handles that choose and run, call by call.
 
-    spec = k3comm.LatentMoESpec.kimi_k3()
-    comm = k3comm.Communicator.negotiate(spec, group)         # collective, once, at model construction
-    tail = comm.moe_tail(layer_index=3, norm_weight=g, up_weight=w)
-    with comm.step(graph=False, decode=True):                 # once a forward
-        out = tail(routed, shared, residual)
+spec = k3comm.LatentMoESpec.kimi_k3()
+comm = k3comm.Communicator.negotiate(spec, group)         # collective, once, at model construction
+tail = comm.moe_tail(layer_index=3, norm_weight=g, up_weight=w)
+with comm.step(graph=False, decode=True):                 # once a forward
+    out = tail(routed, shared, residual)
 """
 
 from __future__ import annotations

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from enum import IntEnum, unique
-from types import MappingProxyType
 
 import attrs
 
 from k3comm.tiers.select import UNLIMITED
+from k3comm.tiers.windows import by_key
 
 
 @attrs.frozen
@@ -50,18 +50,16 @@ class Facts:
     driver: str | Unknown = Unknown("not asked")
     world_size: int = 1
     backend: str = ""
-    versions: Mapping[str, str] = attrs.field(
-        factory=dict, converter=lambda versions: MappingProxyType(dict(sorted(versions.items()))), hash=False
-    )
+    versions: Mapping[str, str] = attrs.field(factory=dict, converter=by_key, hash=False)
 
     @property
     def family(self) -> str:
         """The device family that windows are measured for: "host" on CPU, else like "sm90"; "unknown" if unknown."""
         if self.device == "cpu":
             return "host"
-        if not self.compute_capability:
-            return "unknown"
-        return "sm{}{}".format(*self.compute_capability)
+        if isinstance(self.compute_capability, tuple):
+            return "sm{}{}".format(*self.compute_capability)
+        return "unknown"
 
 
 @unique

@@ -27,10 +27,10 @@ class _Plans(dict[int, Plan]):
 
     def __init__(self, tail: MoETail, graph: bool, decode: bool) -> None:
         super().__init__()
-        self._make = lambda num_tokens: tail._plan(num_tokens, graph, decode, None, "full", False)
+        self._tail, self._graph, self._decode = tail, graph, decode
 
     def __missing__(self, num_tokens: int) -> Plan:
-        plan = self[num_tokens] = self._make(num_tokens)
+        plan = self[num_tokens] = self._tail._plan(num_tokens, self._graph, self._decode, None, "full", False)
         return plan
 
 
@@ -68,9 +68,7 @@ class MoETail:
     ) -> None:
         self._comm = comm
         self.layer_index = layer_index
-        self._weights = _check_weights(
-            comm, norm_weight, up_weight, up_bias, routed_scale, project, precise, sharded
-        )
+        self._weights = _check_weights(comm, norm_weight, up_weight, up_bias, routed_scale, project, precise, sharded)
         self._eager, self._eager_decode = _Plans(self, False, False), _Plans(self, False, True)
         self._graph, self._graph_decode = _Plans(self, True, False), _Plans(self, True, True)
         self._other: dict[tuple[object, ...], Plan] = {}

@@ -119,7 +119,7 @@ def agree(
     try:
         local = prepare()
         mine, deadline = local.ballot, local.settings.vote_deadline
-    except Exception as error:  # noqa: BLE001 - any end of this rank here would leave its peers waiting: it is voted
+    except Exception as error:  # any end of this rank here would leave its peers waiting: it is voted
         if world_size == 1:
             raise
         mine, cause, deadline = Ballot(failure=f"{type(error).__name__}: {error}"), error, Settings().vote_deadline

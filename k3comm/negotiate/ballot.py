@@ -5,11 +5,11 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping
 from functools import cache
-from importlib import metadata, resources
-from importlib.resources.abc import Traversable
+from pathlib import Path
 
 import attrs
 
+import k3comm
 from k3comm.facts import Facts, Reason, Verdict
 from k3comm.negotiate.decide import Ballot
 from k3comm.operations import Operation
@@ -35,7 +35,7 @@ def ballot(
     present = plugins()
     return Ballot(
         fields={
-            "version": {"k3comm": version()},
+            "version": {"k3comm": k3comm.__version__},
             "sources": {"sha256": sources()},
             "spec": _table(spec),
             "layout": {**_table(layout), "world_size": str(facts.world_size), "lanes": str(lanes)},
@@ -45,9 +45,7 @@ def ballot(
         },
         host=facts.host,
         device_uuid=str(facts.device_uuid) if facts.device_uuid else "",
-        verdicts={
-            tier: word(tier, present.get(tier), facts, spec, layout, settings, operations) for tier in Tier
-        },
+        verdicts={tier: word(tier, present.get(tier), facts, spec, layout, settings, operations) for tier in Tier},
     )
 
 
@@ -78,31 +76,12 @@ def word(
 
 
 @cache
-def version() -> str:
-    """The installed version of k3comm; "unknown" when run from files that were never installed."""
-    try:
-        return metadata.version("k3comm")
-    except metadata.PackageNotFoundError:
-        return "unknown"
-
-
-@cache
 def sources() -> str:
     """SHA-256 of the library's own Python and CUDA sources, names included: two ranks run the same code or say so."""
-    total = hashlib.sha256()
-    for path, file in sorted(_files(resources.files("k3comm"), "")):
-        total.update(path.encode() + b"\0" + file.read_bytes() + b"\0")
+    total, root = hashlib.sha256(), Path(k3comm.__file__).parent
+    for path in sorted(path for path in root.rglob("*") if path.suffix in SOURCE_SUFFIXES):
+        total.update(f"{path.relative_to(root)}\0".encode() + path.read_bytes() + b"\0")
     return total.hexdigest()
-
-
-def _files(folder: Traversable, prefix: str) -> list[tuple[str, Traversable]]:
-    found: list[tuple[str, Traversable]] = []
-    for entry in folder.iterdir():
-        if entry.is_dir():
-            found += _files(entry, f"{prefix}{entry.name}/")
-        elif entry.name.endswith(SOURCE_SUFFIXES):
-            found.append((prefix + entry.name, entry))
-    return found
 
 
 def _table(value: LatentMoESpec | ParallelLayout) -> Mapping[str, str]:

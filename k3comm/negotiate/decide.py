@@ -15,7 +15,6 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from types import MappingProxyType
 
 import attrs
 
@@ -23,6 +22,7 @@ from k3comm.facts import Reason, Verdict
 from k3comm.negotiate.exchange import MAX_RANKS
 from k3comm.tiers.select import Agreement
 from k3comm.tiers.tier import Tier
+from k3comm.tiers.windows import by_key
 
 MAGIC = 0x6B33636F6D6D  # "k3comm"
 FORMAT = 1
@@ -124,7 +124,7 @@ class Decision:
     mismatched: tuple[str, ...]
     failed: tuple[int, ...]
     shared_devices: tuple[tuple[int, ...], ...]
-    capacities: Mapping[Tier, int] = attrs.field(converter=lambda rows: MappingProxyType(dict(rows)))
+    capacities: Mapping[Tier, int] = attrs.field(converter=by_key)
     refusals: tuple[Refusal, ...]
 
     @property

@@ -5,17 +5,15 @@ from __future__ import annotations
 import os
 import platform
 from collections.abc import Callable
-from importlib import metadata
 from pathlib import Path
 from typing import TypeVar
 
 import torch
 
+from k3comm import __version__
 from k3comm.facts import Facts, Unknown
 
 T = TypeVar("T")
-
-PACKAGES = ("k3comm", "torch", "numpy", "cuda-core", "cuda-bindings", "nvidia-ml-py", "nvidia-nccl-cu13")
 
 
 def probe(device: torch.device, *, world_size: int, backend: str, host_identity: str | None = None) -> Facts:
@@ -37,7 +35,7 @@ def probe(device: torch.device, *, world_size: int, backend: str, host_identity:
         driver=_ask(_driver_version),
         world_size=world_size,
         backend=backend,
-        versions=_versions(),
+        versions={"k3comm": __version__, "python": platform.python_version(), "torch": str(torch.__version__)},
     )
 
 
@@ -54,7 +52,7 @@ def detect_host() -> str:
 def _ask(question: Callable[[], T]) -> T | Unknown:
     try:
         return question()
-    except Exception as error:  # noqa: BLE001 - whatever a driver, a container or a shim raises: an unknown, not an end
+    except Exception as error:  # whatever a driver, a container or a shim raises: an unknown, not an end
         return Unknown(f"{type(error).__name__}: {error}")
 
 
@@ -70,12 +68,3 @@ def _driver_version() -> str:
         return str(pynvml.nvmlSystemGetDriverVersion())
     finally:
         pynvml.nvmlShutdown()
-
-
-def _versions() -> dict[str, str]:
-    found = {"python": platform.python_version()}
-    for name in PACKAGES:
-        version = _ask(lambda name=name: metadata.version(name))  # type: ignore[misc]
-        if isinstance(version, str):
-            found[name] = version
-    return found

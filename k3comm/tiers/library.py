@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.distributed_c10d import _coalescing_manager
 
 from k3comm.buffers.symmetric import BufferRequest
 from k3comm.errors import CommunicationTimeoutError, InputError
@@ -46,7 +47,7 @@ class Collectives:
             self._finish("all_reduce", dist.all_reduce(tensors[0], group=self._context.group, async_op=self._bounded))
             return
         # The one way that torch offers to several tensors as one NCCL group call without joining them.
-        with dist._coalescing_manager(self._context.group, async_ops=self._bounded) as grouped:
+        with _coalescing_manager(self._context.group, async_ops=self._bounded) as grouped:
             for tensor in tensors:
                 dist.all_reduce(tensor, group=self._context.group)
         for work in grouped.works:
@@ -232,9 +233,7 @@ class LibraryTier(TailTier):
         return self._gather_columns(y) if weights.sharded and self._world_size > 1 else y
 
     def _add_up(self, projected: Tensor, weights: TailWeights, shared: Tensor, residual: Tensor | None) -> Tensor:
-        return dense.add_up(
-            projected, weights.routed_scale, weights.up_bias, shared, residual, self._context.dtype
-        )
+        return dense.add_up(projected, weights.routed_scale, weights.up_bias, shared, residual, self._context.dtype)
 
     def _finish_sums(self, latent: Tensor, shared: Tensor, call: TailCall) -> Tensor:
         """The end of the all-reduce tiers: complete sums [m, L] and [m, H] on every rank, in any dtype."""

@@ -7,14 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from enum import IntEnum
-from types import MappingProxyType
 from typing import Any, Generic, TypeVar
 
 import attrs
 
 from k3comm.errors import InputError
 from k3comm.tiers.axes import Axes
-from k3comm.tiers.windows import Windows
+from k3comm.tiers.windows import Windows, by_key
 
 UNLIMITED = 2**31 - 1
 """The capacity of a tier that takes any number of rows: the largest count that fits the vote's cell."""
@@ -30,7 +29,7 @@ class Agreement(Generic[T]):
         capacities: rows by tier, at least 1, in priority order. The enum's last member is always among them.
     """
 
-    capacities: Mapping[T, int] = attrs.field(converter=lambda rows: MappingProxyType(dict(sorted(rows.items()))))
+    capacities: Mapping[T, int] = attrs.field(converter=by_key)
 
     @capacities.validator
     def _check(self, attribute: attrs.Attribute[Any], value: Mapping[T, int]) -> None:

@@ -21,11 +21,12 @@ is written here. A tier without a row is never chosen, only forced.
 
 from __future__ import annotations
 
+import os
 import re
 import tomllib
 from collections.abc import Iterable, Mapping
 from enum import Enum, IntEnum, unique
-from importlib import resources
+from functools import cache
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Generic, TypeVar
@@ -40,6 +41,11 @@ SCHEMA = 1
 """The version of the file format that this loader reads."""
 
 T = TypeVar("T", bound=IntEnum)
+
+
+def by_key(table: Mapping[Any, Any]) -> Mapping[Any, Any]:
+    """A read-only copy of a table in the order of its keys; a converter of attrs fields."""
+    return MappingProxyType({key: table[key] for key in sorted(table)})
 
 
 @unique
@@ -126,11 +132,11 @@ class Windows(Generic[T]):
     """
 
     tiers: type[T]
-    rows: Mapping[T, Window] = attrs.field(converter=lambda rows: MappingProxyType(dict(sorted(rows.items()))))
+    rows: Mapping[T, Window] = attrs.field(converter=by_key)
     family: str = "default"
     world_size: int = 0
     provenance: str = ""
-    settings: Mapping[str, Any] = attrs.field(factory=dict, converter=MappingProxyType, hash=False)
+    settings: Mapping[str, Any] = attrs.field(factory=dict, converter=by_key, hash=False)
     source: str = ""
 
     def __attrs_post_init__(self) -> None:
@@ -189,7 +195,7 @@ def parse_windows(document: Mapping[str, Any], tiers: type[T], source: str = "")
         raise WindowsError(f"{at}: {error}") from None
 
 
-def load_windows(path: str | Path, tiers: type[T] | None = None) -> Windows[T]:
+def load_windows(path: str | os.PathLike[str], tiers: type[T] | None = None) -> Windows[T]:
     """Reads a windows file of your own.
 
     Raises:
@@ -203,11 +209,14 @@ def load_windows(path: str | Path, tiers: type[T] | None = None) -> Windows[T]:
     return parse_windows(document, tiers or Tier, str(path))  # type: ignore[arg-type]
 
 
+@cache
 def packaged_windows() -> tuple[Windows[Tier], ...]:
     """The tables that ship with k3comm, in file name order."""
-    folder = resources.files("k3comm.tiers") / "windows"
-    files = sorted((f for f in folder.iterdir() if f.name.endswith(".toml")), key=lambda f: f.name)
-    return tuple(parse_windows(tomllib.loads(f.read_text(encoding="utf-8")), Tier, f.name) for f in files)
+    folder = Path(__file__).with_name("windows")
+    return tuple(
+        parse_windows(tomllib.loads(file.read_text(encoding="utf-8")), Tier, file.name)
+        for file in sorted(folder.glob("*.toml"))
+    )
 
 
 @attrs.frozen

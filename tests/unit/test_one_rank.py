@@ -1,0 +1,265 @@
+"""One rank: no group, no peer, and everything that is wrong with a call found before one would be involved."""
+
+import math
+import re
+
+import pytest
+import torch
+
+import k3comm
+from k3comm import Communicator, LatentMoESpec, MoETailOp, Settings, Tier, TopKPackOp
+from k3comm.kernels import reference
+from k3comm.negotiate.probe import detect_host, probe
+
+SPEC = LatentMoESpec(hidden_size=24, latent_size=8, top_k=2, dtype="bfloat16")
+W = torch.zeros(24, 8, dtype=torch.bfloat16)
+
+
+@pytest.fixture(autouse=True)
+def _no_settings_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
+    import os
+
+    for name in [name for name in os.environ if name.startswith("K3COMM_")]:
+        monkeypatch.delenv(name)
+
+
+@pytest.fixture
+def comm() -> Communicator:
+    return Communicator.negotiate(SPEC)
+
+
+@pytest.fixture
+def tail(comm: Communicator) -> k3comm.MoETail:
+    return comm.moe_tail(layer_index=0, norm_weight=torch.ones(8, dtype=torch.bfloat16), up_weight=W)
+
+
+def rows(m: int, width: int, **options) -> torch.Tensor:
+    return torch.zeros(m, width, dtype=options.pop("dtype", torch.bfloat16), **options)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("num_tokens", [0, 1, 5])
+def test_one_rank_finishes_a_layer(dtype: str, num_tokens: int) -> None:
+    comm = Communicator.negotiate(LatentMoESpec(hidden_size=24, latent_size=8, top_k=2, dtype=dtype))
+    assert list(comm.agreement.capacities) == [Tier.SEPARATE_REDUCE]
+    case = reference.integer_case(1, max(num_tokens, 1), 24, 8, dtype=comm.dtype, seed=1, norm=False, bias=True)
+    tail = comm.moe_tail(layer_index=0, up_weight=case.up_weight, up_bias=case.up_bias)
+    out = tail(case.routed[0][:num_tokens], case.shared[0][:num_tokens], case.residual[:num_tokens])
+    assert torch.equal(out, reference.round_once(case.truth(), comm.dtype)[:num_tokens])
+    assert out.shape == (num_tokens, 24)
+
+
+def test_one_rank_says_why_it_uses_one_tier(comm: Communicator) -> None:
+    text = str(comm.report)
+    assert "1 rank on 1 host" in text
+    assert re.search(r"FUSED_LANE_AR +no +K2 +0\.\. +one rank has nobody to talk to", text)
+    explained = comm.explain(1)
+    assert explained.tier is Tier.SEPARATE_REDUCE
+    assert str(explained).splitlines()[-1] == "  not FUSED_LANE_AR: not agreed: one rank has nobody to talk to"
+
+
+def test_errors_of_one_rank_are_raised_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("K3COMM_VOTE_DEADLINE", "soon")
+    with pytest.raises(k3comm.SettingsError, match=r"^K3COMM_VOTE_DEADLINE \(vote_deadline\): 'soon' given"):
+        Communicator.negotiate(SPEC)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ({"spec": "kimi"}, "spec: 'kimi' given; accepted is a LatentMoESpec"),
+        ({"layout": 4}, "layout: 4 given; accepted is a ParallelLayout"),
+        ({"layout": k3comm.ParallelLayout(tp=2)}, "layout.tp: 2 given for a group of 1 ranks; accepted are divisors"),
+        ({"settings": {}}, "settings: {} given; accepted is a Settings"),
+        ({"operations": ()}, "operations: () given; this version serves MoETailOp()"),
+        ({"operations": (MoETailOp(), TopKPackOp(max_rows=8, k=64))}, "this version serves MoETailOp()"),
+        ({"lanes": 2}, "lanes: 2 given; this version serves 1"),
+        ({"device": "tpu"}, "device: 'tpu' given"),
+        ({"device": "mps"}, "device: 'mps' given; accepted are cpu and cuda"),
+        ({"group": "tp"}, "group: 'tp' given; accepted is a torch.distributed.ProcessGroup"),
+    ],
+)
+def test_negotiate_says_what_it_accepts(arguments: dict, text: str) -> None:
+    with pytest.raises(k3comm.InputError, match=re.escape(text)):
+        Communicator.negotiate(**{"spec": SPEC, **arguments})
+
+
+def test_negotiate_reads_a_windows_file(tmp_path) -> None:
+    path = tmp_path / "mine.toml"
+    path.write_text(
+        'schema = 1\nfamily = "host"\n[settings]\npoll_deadline = 5\n[tiers.SEPARATE_REDUCE]\ntokens = ["0.."]\n'
+    )
+    comm = Communicator.negotiate(SPEC, settings=Settings(windows=path))
+    assert comm.settings.poll_deadline == 5
+    assert comm.settings.sources["poll_deadline"] == str(path)
+    assert f"poll_deadline=5.0 ({path})" in str(comm.report)
+    with pytest.raises(k3comm.WindowsError, match="can't be read as TOML"):
+        Communicator.negotiate(SPEC, settings=Settings(windows=tmp_path / "absent.toml"))
+
+
+bf16 = torch.bfloat16
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ({"up_weight": None}, "up_weight, project: neither given; accepted is one of the two"),
+        ({"project": lambda z: z}, "up_weight, project: both given; accepted is one of the two"),
+        ({"up_weight": rows(24, 9)}, "up_weight: (24, 9) given; accepted are (24, 8)"),
+        ({"up_weight": rows(8, 24)}, "up_weight: (8, 24) given; accepted are (24, 8)"),
+        ({"up_weight": [1]}, "up_weight: list given; accepted are (24, 8)"),
+        ({"up_weight": W.float()}, "up_weight: torch.float32 given; accepted are torch.bfloat16"),
+        ({"norm_weight": rows(1, 8)}, "norm_weight: (1, 8) given; accepted is a tensor [8]"),
+        ({"norm_weight": torch.ones(8).half()}, "norm_weight: torch.float16 given; accepted are torch.bfloat16 and"),
+        ({"up_bias": torch.ones(8)}, "up_bias: (8,) given; accepted is a tensor [24]"),
+        ({"up_bias": 0.5}, "up_bias: float given; accepted is a tensor [24]"),
+        ({"routed_scale": math.nan}, "routed_scale: nan given; accepted are finite numbers"),
+        ({"routed_scale": "2"}, "routed_scale: '2' given; accepted are finite numbers"),
+        ({"routed_scale": True}, "routed_scale: True given; accepted are finite numbers"),
+        ({"precise": 1}, "precise: 1 given; accepted are True and False"),
+        ({"up_weight": None, "project": 3}, "project: 3 given; accepted is a callable z [m, 8] -> [m, 24]"),
+        ({"up_weight": None, "project": lambda z: z, "precise": True}, "precise: True given with project"),
+        ({"layer_index": -1}, "layer_index: -1 given; accepted are whole numbers from 0"),
+        ({"layer_index": True}, "layer_index: True given; accepted are whole numbers from 0"),
+        ({"layer_index": 3}, "layer_index: 3 has a handle already; accepted is each index once"),
+        ({"up_weight": W.to("meta")}, "up_weight: on meta; accepted is cpu"),
+    ],
+)
+def test_a_handle_says_what_it_accepts(comm: Communicator, arguments: dict, text: str) -> None:
+    comm.moe_tail(layer_index=3, up_weight=W)
+    with pytest.raises(k3comm.InputError, match=re.escape(text)):
+        comm.moe_tail(**{"layer_index": 1, "up_weight": W, **arguments})
+    comm.moe_tail(layer_index=1, up_weight=W)  # a refused handle takes no index
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ({"routed": [[0.0]]}, "routed: list given; accepted is a tensor [m, 8]"),
+        ({"routed": rows(3, 9)}, "routed: shape (3, 9) given; accepted is [m, 8]"),
+        ({"routed": torch.zeros(8, dtype=bf16)}, "routed: shape (8,) given; accepted is [m, 8]"),
+        ({"routed": rows(3, 8, dtype=torch.float32)}, "routed: torch.float32 given; accepted is torch.bfloat16"),
+        ({"routed": rows(3, 8, device="meta")}, "routed: on meta; accepted is cpu"),
+        ({"shared": rows(3, 8)}, "shared: shape (3, 8) given; accepted is [m, 24]"),
+        ({"shared": rows(2, 24)}, "shared: 2 rows given; accepted are the 3 of the routed part"),
+        ({"shared": rows(3, 24, dtype=torch.float16)}, "shared: torch.float16 given; accepted is torch.bfloat16"),
+        ({"residual": rows(2, 24)}, "residual: 2 rows given; accepted are 3 (3 tokens, 1 ranks, output='full')"),
+        ({"residual": rows(3, 24, dtype=torch.float32)}, "residual: torch.float32 given; accepted is torch.bfloat16"),
+        ({"output": "mine"}, "output: 'mine' given; accepted are 'full', 'rows'"),
+        ({"next_norm_weight": torch.ones(8)}, "next_norm_weight: (8,) given; accepted is a tensor [24]"),
+        ({"plan": "fast"}, "plan: 'fast' given; accepted is what MoETail.plan returns"),
+    ],
+)
+def test_a_call_says_what_it_accepts(tail: k3comm.MoETail, arguments: dict, text: str) -> None:
+    with pytest.raises(k3comm.InputError, match=re.escape(text)):
+        tail(**{"routed": rows(3, 8), "shared": rows(3, 24), **arguments})
+
+
+def test_the_halves_say_what_they_accept(tail: k3comm.MoETail) -> None:
+    with pytest.raises(k3comm.InputError, match=re.escape("routed: shape (3, 24) given; accepted is [m, 8]")):
+        tail.reduce_routed(rows(3, 24))
+    with pytest.raises(k3comm.InputError, match=re.escape("latent: torch.float32 given; accepted is torch.bfloat16")):
+        tail.finish(rows(3, 8, dtype=torch.float32), rows(3, 24))
+    with pytest.raises(k3comm.InputError, match="shared: 2 rows given; accepted are the 3 of the routed part"):
+        tail.finish(rows(3, 8), rows(2, 24))
+    with pytest.raises(k3comm.InputError, match="latent: NoneType given"):
+        tail.finish(None, rows(2, 24))
+
+
+def test_plans_are_checked(comm: Communicator, tail: k3comm.MoETail) -> None:
+    plan = tail.plan(3)
+    assert tail.plan(3) is plan
+    assert tail.plan(3, graph=True) is not plan
+    assert tail.plan(3, graph=True) is tail.plan(3, True)
+    assert tail(rows(2, 8), rows(2, 24), plan=plan).shape == (2, 24)
+    with pytest.raises(k3comm.PlanError, match="plan: made for up to 3 rows, called with 4"):
+        tail(rows(4, 8), rows(4, 24), plan=plan)
+    with pytest.raises(k3comm.PlanError, match="made for output='full', next_norm=False; called with output='rows'"):
+        tail(rows(3, 8), rows(3, 24), plan=plan, output="rows")
+    with pytest.raises(k3comm.PlanError, match="next_norm=False; called with output='full', next_norm=True"):
+        tail(rows(3, 8), rows(3, 24), plan=plan, next_norm_weight=torch.ones(24))
+    other = Communicator.negotiate(SPEC).moe_tail(layer_index=0, up_weight=W)
+    with pytest.raises(k3comm.PlanError, match=r"made by communicator k3comm-\d+, given to k3comm-\d+"):
+        tail(rows(3, 8), rows(3, 24), plan=other.plan(3))
+    sibling = comm.moe_tail(layer_index=1, up_weight=W)
+    assert sibling(rows(3, 8), rows(3, 24), plan=plan).shape == (3, 24)
+
+
+@pytest.mark.parametrize("bad", [-1, 1.5, "3", None])
+def test_a_plan_needs_a_count(tail: k3comm.MoETail, bad: object) -> None:
+    for _ in range(2):  # a refusal is not memoised as a plan
+        with pytest.raises(k3comm.InputError, match=re.escape(f"num_tokens: {bad!r} given; accepted are whole")):
+            tail.plan(bad)
+
+
+def test_a_tier_by_name_is_used_or_raises(comm: Communicator, tail: k3comm.MoETail) -> None:
+    assert tail.plan(3, tier=Tier.SEPARATE_REDUCE).forced
+    with pytest.raises(k3comm.TierUnavailableError, match="FUSED_LANE_AR: not agreed: one rank has nobody"):
+        tail.plan(3, tier=Tier.FUSED_LANE_AR)
+    with pytest.raises(k3comm.InputError, match="tier: 'fast' given; accepted are None and members of k3comm.Tier"):
+        tail.plan(3, tier="fast")
+    with pytest.raises(k3comm.InputError, match=re.escape("output: 'half' given; accepted are 'full', 'rows'")):
+        tail.plan(3, output="half")
+
+
+def test_a_closed_communicator_says_so(comm: Communicator, tail: k3comm.MoETail) -> None:
+    plan = tail.plan(3)
+    comm.close()
+    comm.close()
+    message = f"communicator {comm.name} is closed"
+    for call in (
+        lambda: tail(rows(3, 8), rows(3, 24), plan=plan),
+        lambda: tail.reduce_routed(rows(3, 8)),
+        lambda: tail.finish(rows(3, 8), rows(3, 24)),
+        lambda: tail.plan(77),
+        lambda: comm.moe_tail(layer_index=9, up_weight=W),
+        lambda: comm.step().__enter__(),
+    ):
+        with pytest.raises(k3comm.ClosedError, match=message):
+            call()
+    assert "closed" in repr(comm)
+
+
+def test_weights_are_read_when_called(comm: Communicator) -> None:
+    weight = torch.zeros(24, 8, dtype=bf16)
+    tail = comm.moe_tail(layer_index=0, up_weight=weight)
+    before = tail(torch.ones(1, 8, dtype=bf16), rows(1, 24))
+    weight.fill_(1)
+    after = tail(torch.ones(1, 8, dtype=bf16), rows(1, 24))
+    assert (before.unique().item(), after.unique().item()) == (0.0, 8.0)
+
+
+def test_a_projection_of_the_wrong_shape_is_named(comm: Communicator) -> None:
+    tail = comm.moe_tail(layer_index=0, project=lambda z: z)
+    with pytest.raises(k3comm.InputError, match=re.escape("project: returned (3, 8); accepted is (3, 24)")):
+        tail(rows(3, 8), rows(3, 24))
+
+
+def test_results_are_not_differentiable_and_alias_nothing(comm: Communicator) -> None:
+    weight = torch.nn.Parameter(torch.ones(24, 8, dtype=bf16))
+    tail = comm.moe_tail(layer_index=0, up_weight=weight)
+    shared, residual = rows(2, 24), rows(2, 24)
+    out = tail(rows(2, 8), shared, residual)
+    assert not out.requires_grad
+    out.fill_(7)
+    assert torch.count_nonzero(shared) == torch.count_nonzero(residual) == 0
+
+
+def test_the_probe_never_raises_and_knows_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    facts = probe(torch.device("cpu"), world_size=2, backend="gloo")
+    assert (facts.device, facts.family, facts.world_size, facts.backend) == ("cpu", "host", 2, "gloo")
+    assert facts.host == detect_host() != ""
+    assert isinstance(facts.free_memory, int)
+    assert facts.free_memory > 0
+    assert facts.versions["torch"] == torch.__version__
+
+    def broken(*args: object) -> None:
+        raise OSError("no such thing")
+
+    monkeypatch.setattr("os.sysconf", broken)
+    monkeypatch.setattr("platform.node", broken)
+    facts = probe(torch.device("cuda", 0), world_size=1, backend="", host_identity=None)
+    assert not facts.device_uuid or isinstance(facts.device_uuid, str)
+    facts = probe(torch.device("cpu"), world_size=1, backend="", host_identity="mine")
+    assert str(facts.free_memory) == "unknown: OSError: no such thing"
+    assert facts.host == "mine"
