@@ -8,6 +8,7 @@ import attrs
 
 from k3comm.errors import InputError
 from k3comm.spec import whole_number
+from k3comm.tiers.axes import boolean
 
 OUTPUTS = ("full", "rows")
 """What a tail returns: every row on every rank, or this rank's ceil(m/W) rows."""
@@ -68,8 +69,8 @@ class TailArguments:
         next_norm: the next RMSNorm comes in the same call.
     """
 
-    sharded: bool = False
-    projected: bool = False
-    precise: bool = False
+    sharded: bool = attrs.field(default=False, validator=boolean)
+    projected: bool = attrs.field(default=False, validator=boolean)
+    precise: bool = attrs.field(default=False, validator=boolean)
     output: str = attrs.field(default="full", validator=_output)
-    next_norm: bool = False
+    next_norm: bool = attrs.field(default=False, validator=boolean)

@@ -11,13 +11,13 @@ import os
 import re
 from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Set as AbstractSet
-from types import MappingProxyType
 from typing import Any
 
 import attrs
 
 from k3comm.errors import SettingsError
 from k3comm.tiers.tier import Tier
+from k3comm.tiers.windows import by_key
 
 PREFIX = "K3COMM_"
 
@@ -33,6 +33,8 @@ def _tier(value: Any) -> Tier:
 
 def _tiers(value: Any) -> frozenset[Tier]:
     names: Iterable[Any] = re.split(r"[,\s]+", value.strip()) if isinstance(value, str) else value
+    if not isinstance(names, Iterable):
+        raise SettingsError(f"{value!r} given; accepted are tiers, or their names separated by commas or blanks")
     return frozenset(_tier(name) for name in names if name != "")
 
 
@@ -42,10 +44,6 @@ def _disabled(value: Any) -> frozenset[Tier]:
     if last in tiers:
         raise SettingsError(f"{last.name} can't be disabled: it takes what no other tier does")
     return tiers
-
-
-def _force(value: Any) -> Tier | None:
-    return None if str(value).strip().lower() == "auto" else _tier(value)
 
 
 def _one_of(*accepted: str) -> Callable[[Any], str]:
@@ -71,15 +69,11 @@ def _flag(value: Any) -> bool:
 def _seconds(value: Any) -> float:
     try:
         seconds = float(value)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         seconds = math.nan
-    if isinstance(value, bool) or not 0 < seconds <= MAX_SECONDS:
-        raise SettingsError(f"{value!r} given; accepted are seconds above 0, at most {MAX_SECONDS}")
+    if isinstance(value, bool) or not MIN_SECONDS <= seconds <= MAX_SECONDS:
+        raise SettingsError(f"{value!r} given; accepted are seconds from {MIN_SECONDS} to {MAX_SECONDS}")
     return seconds
-
-
-def _packaged(value: Any) -> str | None:
-    return None if str(value).strip().lower() == "packaged" else _text(value)
 
 
 def _text(value: Any) -> str:
@@ -89,6 +83,8 @@ def _text(value: Any) -> str:
     return text
 
 
+MIN_SECONDS = 0.001
+"""The shortest deadline: time-outs travel as whole milliseconds."""
 MAX_SECONDS = 86400
 """The longest deadline: a day. Time-outs travel as milliseconds in 32 bits in some backends."""
 
@@ -147,9 +143,9 @@ class Settings:
 
     disabled: AbstractSet[Tier | str] = _setting("DISABLE", frozenset(), _disabled)
     enabled: AbstractSet[Tier | str] = _setting("ENABLE", frozenset(), _tiers)
-    force: Tier | str | None = _setting("FORCE", None, _force, none="auto")
+    force: Tier | str | None = _setting("FORCE", None, _tier, none="auto")
     transport: str = _setting("TRANSPORT", "auto", _one_of("auto", "multicast", "peer", "host"), served=False)
-    windows: str | os.PathLike[str] | None = _setting("WINDOWS", None, _packaged, uniform=False, none="packaged")
+    windows: str | os.PathLike[str] | None = _setting("WINDOWS", None, _text, uniform=False, none="packaged")
     pdl: bool = _setting("PDL", True, _flag, served=False)
     vote_deadline: float = _setting("VOTE_DEADLINE", 60.0, _seconds)
     rendezvous_deadline: float = _setting("RENDEZVOUS_DEADLINE", 600.0, _seconds, served=False)
@@ -159,7 +155,7 @@ class Settings:
     record: str | os.PathLike[str] | None = _setting("RECORD", None, _text, uniform=False, served=False, none="off")
     host_identity: str | None = _setting("HOST_IDENTITY", None, _text, uniform=False, none="detected")
     cache_dir: str | os.PathLike[str] | None = _setting(
-        "CACHE_DIR", None, _text, uniform=False, served=False, none="the user's cache folder"
+        "CACHE_DIR", None, _text, uniform=False, served=False, none="default"
     )
     sources: Mapping[str, str] = attrs.field(factory=dict, repr=False, eq=False)
 
@@ -167,10 +163,13 @@ class Settings:
         sources = {}
         for field in _fields():
             given = getattr(self, field.name)
-            sources[field.name] = "default" if given is None else self.sources.get(field.name, "argument")
-            value = field.metadata["default"] if given is None else _parse(field, given, sources[field.name])
+            source = "default" if given is None else self.sources.get(field.name, "argument")
+            if source == "default" and given is not None and given != field.metadata["default"]:
+                source = "argument"  # a changed copy (attrs.evolve)
+            sources[field.name] = source
+            value = field.metadata["default"] if given is None else _parse(field, given, source)
             object.__setattr__(self, field.name, value)
-        object.__setattr__(self, "sources", MappingProxyType(sources))
+        object.__setattr__(self, "sources", by_key(sources))
 
     @classmethod
     def from_env(cls, settings: Settings | None = None, environ: Mapping[str, str] | None = None) -> Settings:
@@ -187,18 +186,26 @@ class Settings:
         names = {field.metadata["env"]: field.name for field in _fields()}
         for variable in sorted(environ):
             if variable.startswith(PREFIX) and variable not in names:
-                near = difflib.get_close_matches(variable, names, 1)
-                hint = f"did you mean {near[0]}?" if near else f"accepted are {', '.join(names)}"
+                # Without the prefix, which would make every variable resemble every other one.
+                ends = [name.removeprefix(PREFIX) for name in names]
+                near = difflib.get_close_matches(variable.removeprefix(PREFIX).upper(), ends, 1)
+                hint = f"did you mean {PREFIX}{near[0]}?" if near else f"accepted are {', '.join(names)}"
                 raise SettingsError(f"{variable}: there is no such variable; {hint}")
         values = {name: environ[env] for env, name in names.items() if environ.get(env, "") != ""}
+        for field in _fields():
+            if field.name in values:  # also where an argument wins: a malformed variable is an error
+                _parse(field, values[field.name], field.metadata["env"])
         return (settings or cls())._filled(values, {name: env for env, name in names.items()})
 
     def with_file(self, values: Mapping[str, Any], source: str) -> Settings:
         """Fills what arguments and environment leave out from a windows file's `[settings]` table."""
-        accepted = {field.name for field in _fields()} - {"windows"}
+        # Not these two: the file is found by the one, and the other names a machine, not a kind of machine.
+        accepted = [field.name for field in _fields() if field.name not in ("windows", "host_identity")]
         for name in values:
             if name not in accepted:
-                raise SettingsError(f"{source}: [settings] {name}: no such setting; accepted are {sorted(accepted)}")
+                raise SettingsError(
+                    f"{source}: [settings] {name}: not a setting of a windows file; accepted are {', '.join(accepted)}"
+                )
         return self._filled(values, dict.fromkeys(values, source))
 
     def _filled(self, values: Mapping[str, Any], sources: Mapping[str, str]) -> Settings:
@@ -230,13 +237,14 @@ def _fields() -> list[attrs.Attribute[Any]]:
 
 
 def _parse(field: attrs.Attribute[Any], value: Any, source: str) -> Any:
+    word = field.metadata["none"]
+    if word and isinstance(value, str) and value.strip().lower() == word:
+        return None
     try:
         return field.metadata["parse"](value)
     except SettingsError as error:
         place = field.name if source == "argument" else f"{source} ({field.name})"
         raise SettingsError(f"{place}: {error}") from None
-    except TypeError:
-        raise SettingsError(f"{field.name}: {value!r} given, which is of the wrong kind") from None
 
 
 def _show(value: Any, none: str) -> str:

@@ -19,7 +19,6 @@ from collections.abc import Mapping, Sequence
 import attrs
 
 from k3comm.facts import Reason, Verdict
-from k3comm.negotiate.exchange import MAX_RANKS
 from k3comm.tiers.select import Agreement
 from k3comm.tiers.tier import Tier
 from k3comm.tiers.windows import by_key
@@ -27,6 +26,8 @@ from k3comm.tiers.windows import by_key
 MAGIC = 0x6B33636F6D6D  # "k3comm"
 FORMAT = 1
 """The layout of the cells. A change of it is a new number, and ranks that differ say so."""
+MAX_RANKS = 16
+"""The largest W."""
 EMPTY = 2**63 - 1
 COLUMNS = 64
 GROUPS = ("version", "sources", "spec", "layout", "settings", "operations", "windows")

@@ -13,9 +13,7 @@ import torch
 import torch.distributed as dist
 
 from k3comm.errors import CommunicationTimeoutError, InputError
-
-MAX_RANKS = 16
-"""The largest W: rows of the vote's matrix."""
+from k3comm.negotiate.decide import MAX_RANKS
 
 
 @runtime_checkable

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import platform
 from collections.abc import Callable
@@ -61,6 +62,7 @@ def _host_memory() -> int:
 
 
 def _driver_version() -> str:
+    ctypes.CDLL("libnvidia-ml.so.1")  # where there is no driver this fails at once, and the large module is not loaded
     import pynvml
 
     pynvml.nvmlInit()

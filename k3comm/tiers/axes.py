@@ -14,7 +14,8 @@ def _count(instance: object, attribute: attrs.Attribute[Any], value: Any) -> Non
         raise InputError(f"num_tokens: {value!r} given; accepted are whole numbers from 0")
 
 
-def _boolean(instance: object, attribute: attrs.Attribute[Any], value: Any) -> None:
+def boolean(instance: object, attribute: attrs.Attribute[Any], value: Any) -> None:
+    """A validator: True or False, nothing that only looks like it."""
     if type(value) is not bool:
         raise InputError(f"{attribute.name}: {value!r} given; accepted are True and False")
 
@@ -30,5 +31,5 @@ class Axes:
     """
 
     num_tokens: int = attrs.field(validator=_count)
-    graph: bool = attrs.field(default=False, validator=_boolean)
-    decode: bool = attrs.field(default=False, validator=_boolean)
+    graph: bool = attrs.field(default=False, validator=boolean)
+    decode: bool = attrs.field(default=False, validator=boolean)

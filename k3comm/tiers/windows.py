@@ -21,6 +21,7 @@ is written here. A tier without a row is never chosen, only forced.
 
 from __future__ import annotations
 
+import copy
 import os
 import re
 import tomllib
@@ -28,7 +29,6 @@ from collections.abc import Iterable, Mapping
 from enum import Enum, IntEnum, unique
 from functools import cache
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, Generic, TypeVar
 
 import attrs
@@ -43,9 +43,24 @@ SCHEMA = 1
 T = TypeVar("T", bound=IntEnum)
 
 
+class ReadOnly(dict[Any, Any]):
+    """A table that does not change: unlike a mapping proxy it can be pickled and copied, as values are."""
+
+    def _refuse(self, *args: Any, **kwargs: Any) -> Any:
+        raise TypeError("this table is read-only")
+
+    __setitem__ = __delitem__ = __ior__ = clear = pop = popitem = setdefault = update = _refuse
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (dict(self),)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ReadOnly:
+        return type(self)(copy.deepcopy(dict(self), memo))
+
+
 def by_key(table: Mapping[Any, Any]) -> Mapping[Any, Any]:
     """A read-only copy of a table in the order of its keys; a converter of attrs fields."""
-    return MappingProxyType({key: table[key] for key in sorted(table)})
+    return ReadOnly({key: table[key] for key in sorted(table)})
 
 
 @unique

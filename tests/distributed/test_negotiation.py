@@ -242,7 +242,7 @@ def test_subgroups_in_any_order_and_interleaved(rank: int, world_size: int) -> N
 
 
 def test_two_communicators_in_one_process() -> None:
-    """Base and draft model: other widths and dtypes, settings of their own, interleaved; closing one leaves the other."""
+    """Base and draft model: other widths and dtypes, own settings, interleaved; closing one leaves the other."""
     draft_spec = LatentMoESpec(hidden_size=24, latent_size=16, top_k=1, dtype="bfloat16")
     base = Communicator.negotiate(SPEC, dist.group.WORLD)
     draft = Communicator.negotiate(draft_spec, dist.group.WORLD, settings=Settings(disabled={Tier.FUSED_LANE_AR}))
@@ -267,7 +267,7 @@ def test_two_communicators_in_one_process() -> None:
 def test_no_group_is_an_error_in_a_job() -> None:
     with pytest.raises(k3comm.InputError, match="there is no default"):
         Communicator.negotiate(SPEC, None)
-    with pytest.raises(k3comm.InputError, match="is not a member|accepted is a torch.distributed.ProcessGroup"):
+    with pytest.raises(k3comm.InputError, match=r"is not a member|accepted is a torch\.distributed\.ProcessGroup"):
         Communicator.negotiate(SPEC, "tp")
 
 
@@ -307,7 +307,7 @@ def test_the_vote_can_have_a_group_of_its_own() -> None:
     with Communicator.negotiate(SPEC, dist.group.WORLD, cpu_group=cpu_group) as comm:
         finishes(comm)
     other = dist.new_group([0])
-    with pytest.raises(k3comm.InputError, match="cpu_group: .*accepted is a group of the same ranks"):
+    with pytest.raises(k3comm.InputError, match=r"cpu_group: .*accepted is a group of the same ranks"):
         Communicator.negotiate(SPEC, dist.group.WORLD, cpu_group=other)
 
 

@@ -2,12 +2,14 @@
 
 import itertools
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 
 import k3comm
+import k3comm.tiers
 from k3comm import Numerics, Tier
 from k3comm.kernels import reference
 from k3comm.tiers import plugins
@@ -24,7 +26,9 @@ layers = itertools.count()
 def comm(request: pytest.FixtureRequest) -> Iterator[k3comm.Communicator]:
     dtype = str(request.param).removeprefix("torch.")
     spec = k3comm.LatentMoESpec(hidden_size=HIDDEN, latent_size=LATENT, top_k=2, dtype=dtype)
-    with k3comm.Communicator.negotiate(spec, dist.group.WORLD) as made:
+    # The same windows whatever the device, so that what is selected is known.
+    windows = Path(k3comm.tiers.__file__).with_name("windows") / "host.toml"
+    with k3comm.Communicator.negotiate(spec, dist.group.WORLD, settings=k3comm.Settings(windows=windows)) as made:
         assert set(LIBRARY) <= set(made.agreement.capacities)
         yield made
 
@@ -60,9 +64,17 @@ def handle(comm: k3comm.Communicator, case: reference.Case, *, sharded: bool = F
 
 
 def random_case(comm: k3comm.Communicator, num_tokens: int, **options) -> reference.Case:
-    return reference.random_case(
+    case = reference.random_case(
         comm.world_size, num_tokens, HIDDEN, LATENT, dtype=comm.dtype, seed=num_tokens, **options
     )
+    return case.to(comm.device)
+
+
+def integer_case(comm: k3comm.Communicator, num_tokens: int, **options) -> reference.Case:
+    case = reference.integer_case(
+        comm.world_size, num_tokens, HIDDEN, LATENT, dtype=comm.dtype, seed=num_tokens, **options
+    )
+    return case.to(comm.device)
 
 
 def accepted(
@@ -120,9 +132,7 @@ def test_integers_come_out_exact(comm: k3comm.Communicator, tier: Tier, norm: bo
     for rows, sharded in itertools.product((1, 3, 17), (False, True)):
         if sharded and tier is Tier.SEQUENCE_PARALLEL:
             continue
-        case = reference.integer_case(
-            comm.world_size, rows, HIDDEN, LATENT, dtype=comm.dtype, seed=rows, norm=norm, residual=residual, bias=True
-        )
+        case = integer_case(comm, rows, norm=norm, residual=residual, bias=True)
         expected = reference.round_once(case.truth(), comm.dtype)
         tail = handle(comm, case, sharded=sharded)
         routed, shared = case.routed[comm.rank], case.shared[comm.rank]
@@ -144,7 +154,7 @@ def test_rows_are_this_ranks_and_zero_past_the_end(comm: k3comm.Communicator, ti
         tail = handle(comm, case)
         mine = own_rows(case.residual, comm.world_size, comm.rank)
         mine[max(rows - comm.rank * mine.shape[0], 0) :] = float("nan")  # padding may hold anything
-        gain = torch.linspace(0.5, 2, HIDDEN).to(comm.dtype)
+        gain = torch.linspace(0.5, 2, HIDDEN, device=comm.device).to(comm.dtype)
         plan = tail.plan(rows, tier=tier, output="rows", next_norm=True)
         routed, shared = case.routed[comm.rank], case.shared[comm.rank]
         got, normed = tail(routed, shared, mine, plan=plan, output="rows", next_norm_weight=gain)
@@ -165,7 +175,7 @@ def test_rows_are_this_ranks_and_zero_past_the_end(comm: k3comm.Communicator, ti
 def test_the_next_norm_is_that_of_the_result(comm: k3comm.Communicator, tier: Tier) -> None:
     case = random_case(comm, 7)
     tail = handle(comm, case)
-    gain = torch.linspace(-1, 2, HIDDEN)  # a weight in fp32 is fine too
+    gain = torch.linspace(-1, 2, HIDDEN, device=comm.device)  # a weight in fp32 is fine too
     plan = tail.plan(7, tier=tier, next_norm=True)
     out, normed = tail(case.routed[comm.rank], case.shared[comm.rank], case.residual, plan=plan, next_norm_weight=gain)
     truth = reference.rms_norm(out, gain, comm.spec.rms_eps)
@@ -177,7 +187,7 @@ def test_the_next_norm_is_that_of_the_result(comm: k3comm.Communicator, tier: Ti
 @pytest.mark.parametrize("tier", LIBRARY, ids=lambda tier: tier.name)
 @pytest.mark.parametrize("sharded", [False, True], ids=["whole", "sharded"])
 def test_a_projection_of_the_engines_own(comm: k3comm.Communicator, tier: Tier, sharded: bool) -> None:
-    case = reference.integer_case(comm.world_size, 5, HIDDEN, LATENT, dtype=comm.dtype, seed=5, norm=False)
+    case = integer_case(comm, 5, norm=False)
     weight = case.up_weight.chunk(comm.world_size)[comm.rank] if sharded else case.up_weight
     calls = []
 
@@ -217,15 +227,22 @@ def test_special_values_pass_unharmed(comm: k3comm.Communicator, tier: Tier) -> 
     """Without a latent part the layer is the shared sum, of values that are zero on all ranks but one."""
     specials = [0.0, -0.0, float("inf"), -float("inf"), float("nan"), torch.finfo(comm.dtype).tiny / 8, 3.5, -1e-39]
     rows = len(specials)
-    case = reference.integer_case(comm.world_size, rows, HIDDEN, LATENT, dtype=comm.dtype, seed=1, norm=False)
+    case = integer_case(comm, rows, norm=False)
     tail = handle(comm, case)
-    value = torch.tensor(specials).to(comm.dtype)[:, None].expand(rows, HIDDEN)
-    quiet = torch.zeros(rows, LATENT, dtype=comm.dtype)
-    shared = value if comm.rank == comm.world_size - 1 else torch.zeros(rows, HIDDEN, dtype=comm.dtype)
+    value = torch.tensor(specials, device=comm.device).to(comm.dtype)[:, None].expand(rows, HIDDEN)
+    quiet = torch.zeros(rows, LATENT, dtype=comm.dtype, device=comm.device)
+    shared = (
+        value if comm.rank == comm.world_size - 1 else torch.zeros(rows, HIDDEN, dtype=comm.dtype, device=comm.device)
+    )
     out = tail(quiet, shared, None, plan=tail.plan(rows, tier=tier))
     torch.testing.assert_close(out, value, rtol=0, atol=0, equal_nan=True)
     assert torch.count_nonzero(out[5]) == HIDDEN  # a subnormal is not flushed
-    every = tail(quiet, torch.full((rows, HIDDEN), -0.0, dtype=comm.dtype), None, plan=tail.plan(rows, tier=tier))
+    every = tail(
+        quiet,
+        torch.full((rows, HIDDEN), -0.0, dtype=comm.dtype, device=comm.device),
+        None,
+        plan=tail.plan(rows, tier=tier),
+    )
     assert torch.count_nonzero(every) == 0
 
 
@@ -234,10 +251,10 @@ def test_sums_run_in_rank_order(comm: k3comm.Communicator, tier: Tier) -> None:
     """2^24 + 1 - 2^24 in fp32 is 0 in rank order, and 1 in others. With two ranks any order is the same."""
     order = [2.0**24, 1.0, -(2.0**24)] + [0.0] * comm.world_size
     rows = comm.world_size * 2 + 1
-    shared = torch.full((rows, HIDDEN), order[comm.rank], dtype=comm.dtype)
-    case = reference.integer_case(comm.world_size, rows, HIDDEN, LATENT, dtype=comm.dtype, seed=1, norm=False)
+    shared = torch.full((rows, HIDDEN), order[comm.rank], dtype=comm.dtype, device=comm.device)
+    case = integer_case(comm, rows, norm=False)
     tail = handle(comm, case)
-    quiet = torch.zeros(rows, LATENT, dtype=comm.dtype)
+    quiet = torch.zeros(rows, LATENT, dtype=comm.dtype, device=comm.device)
     out = tail(quiet, shared, None, plan=tail.plan(rows, tier=tier))
     expected = 2.0**24 if comm.world_size == 2 else 0.0
     assert torch.equal(out, torch.full_like(out, expected))
@@ -245,12 +262,12 @@ def test_sums_run_in_rank_order(comm: k3comm.Communicator, tier: Tier) -> None:
 
 @pytest.mark.parametrize("tier", LIBRARY, ids=lambda tier: tier.name)
 def test_any_memory_layout(comm: k3comm.Communicator, tier: Tier) -> None:
-    case = reference.integer_case(comm.world_size, 6, HIDDEN, LATENT, dtype=comm.dtype, seed=2, norm=False)
+    case = integer_case(comm, 6, norm=False)
     tail = handle(comm, case)
     plan = tail.plan(6, tier=tier)
     routed, shared = case.routed[comm.rank], case.shared[comm.rank]
     expected = tail(routed, shared, case.residual, plan=plan)
-    wide = torch.zeros(6, 2 * HIDDEN + 1, dtype=comm.dtype)
+    wide = torch.zeros(6, 2 * HIDDEN + 1, dtype=comm.dtype, device=comm.device)
     wide[:, 1::2] = shared
     for strange in (routed.t().contiguous().t(), torch.cat((routed, routed))[::2][:6] * 0 + routed):
         assert torch.equal(tail(strange, wide[:, 1::2], case.residual.t().contiguous().t(), plan=plan), expected)
@@ -262,7 +279,7 @@ def test_any_memory_layout(comm: k3comm.Communicator, tier: Tier) -> None:
 
 @pytest.mark.parametrize("precise", [False, True], ids=["rounded", "precise"])
 def test_two_halves_make_one_separate_reduce(comm: k3comm.Communicator, precise: bool) -> None:
-    gain = torch.ones(HIDDEN, dtype=comm.dtype)
+    gain = torch.ones(HIDDEN, dtype=comm.dtype, device=comm.device)
     for rows in (0, 1, 6):
         case = random_case(comm, rows) if rows else random_case(comm, 1)
         tail = handle(comm, case, precise=precise)
@@ -294,7 +311,7 @@ def test_no_rows_talk_to_nobody(comm: k3comm.Communicator, monkeypatch: pytest.M
                 case.residual[:0],
                 plan=plan,
                 output=output,
-                next_norm_weight=torch.ones(HIDDEN),
+                next_norm_weight=torch.ones(HIDDEN, device=comm.device),
             )
             assert out.shape == normed.shape == (0, HIDDEN)
             assert out.dtype == comm.dtype
@@ -304,7 +321,7 @@ def test_grouped_and_joined_lanes_agree(comm: k3comm.Communicator, monkeypatch: 
     """Both ways of FUSED_LANE_AR, on sums that are exact in any order, and each really taken."""
     from k3comm.tiers import fused_lane_ar
 
-    case = reference.integer_case(comm.world_size, 33, HIDDEN, LATENT, dtype=comm.dtype, seed=3, norm=False)
+    case = integer_case(comm, 33, norm=False)
     tail = handle(comm, case)
     plan = tail.plan(33, tier=Tier.FUSED_LANE_AR)
     counts = []

@@ -18,6 +18,7 @@ from k3comm.negotiate.decide import (
     COLUMNS,
     EMPTY,
     GROUPS,
+    MAX_RANKS,
     TEXT_BYTES,
     Ballot,
     decide,
@@ -25,7 +26,6 @@ from k3comm.negotiate.decide import (
     disagreement,
     name_ranks,
 )
-from k3comm.negotiate.exchange import MAX_RANKS
 from k3comm.operations import MoETailOp
 from k3comm.settings import Settings
 from k3comm.spec import LatentMoESpec, ParallelLayout

@@ -196,7 +196,9 @@ def test_a_tier_by_name_is_used_or_raises(comm: Communicator, tail: k3comm.MoETa
     assert tail.plan(3, tier=Tier.SEPARATE_REDUCE).forced
     with pytest.raises(k3comm.TierUnavailableError, match="FUSED_LANE_AR: not agreed: one rank has nobody"):
         tail.plan(3, tier=Tier.FUSED_LANE_AR)
-    with pytest.raises(k3comm.InputError, match="tier: 'fast' given; accepted are None and members of k3comm.Tier"):
+    with pytest.raises(
+        k3comm.InputError, match=re.escape("tier: 'fast' given; accepted are None and members of k3comm.Tier")
+    ):
         tail.plan(3, tier="fast")
     with pytest.raises(k3comm.InputError, match=re.escape("output: 'half' given; accepted are 'full', 'rows'")):
         tail.plan(3, output="half")

@@ -1,0 +1,89 @@
+"""The numerics classes at Kimi-K3's widths, pooled over enough rows for every figure that is promised."""
+
+import attrs
+import pytest
+import torch
+import torch.distributed as dist
+
+import k3comm
+from k3comm import Numerics, Tier
+from k3comm.kernels import reference
+from k3comm.tiers import plugins
+
+ROWS_A_CALL = 512
+
+
+def pooled(meter: reference.AccuracyMeter) -> reference.Accuracy:
+    """The accuracy over all ranks' rows."""
+    every: list[reference.AccuracyMeter] = [meter] * dist.get_world_size()
+    dist.all_gather_object(every, meter)
+    total = reference.AccuracyMeter()
+    for one in every:
+        total.merge(one)
+    return total.result()
+
+
+def measured(
+    comm: k3comm.Communicator, arms: list[tuple[Tier, bool]], sharded: bool, models: tuple[Numerics, ...] = ()
+) -> tuple[dict[tuple[Tier, bool], reference.Accuracy], dict[Numerics, reference.Accuracy]]:
+    """The pooled accuracy of each (tier, precise), and of the classes' plain models, on the same data.
+
+    Every rank measures its share of each call's rows against float64.
+    """
+    spec, world_size, rank = comm.spec, comm.world_size, comm.rank
+    meters = {arm: reference.AccuracyMeter() for arm in arms}
+    model_meters = {numerics: reference.AccuracyMeter() for numerics in models}
+    layer = reference.random_case(world_size, 1, spec.hidden_size, spec.latent_size, dtype=comm.dtype, seed=0)
+    weight = layer.up_weight.chunk(world_size)[rank] if sharded else layer.up_weight
+    tails = {
+        precise: comm.moe_tail(
+            layer_index=int(precise), norm_weight=layer.norm_weight, up_weight=weight, precise=precise
+        )
+        for precise in (False, True)
+    }
+    share = slice(rank * ROWS_A_CALL // world_size, (rank + 1) * ROWS_A_CALL // world_size)
+    for seed in range(1, 1 + reference.POOL_ROWS // ROWS_A_CALL):
+        case = reference.random_case(
+            world_size, ROWS_A_CALL, spec.hidden_size, spec.latent_size, dtype=comm.dtype, seed=seed, layer=layer
+        )
+        mine = attrs.evolve(
+            case, routed=case.routed[:, share], shared=case.shared[:, share], residual=case.residual[share]
+        )
+        truth = mine.truth()
+        for numerics, meter in model_meters.items():
+            meter.add(mine.model(numerics), truth, mine.residual)
+        for (tier, precise), meter in meters.items():
+            plan = tails[precise].plan(ROWS_A_CALL, tier=tier)
+            out = tails[precise](case.routed[rank], case.shared[rank], case.residual, plan=plan)
+            meter.add(out[share], truth, mine.residual)
+    found = {arm: pooled(meter) for arm, meter in meters.items()}
+    assert {accuracy.rows for accuracy in found.values()} == {reference.POOL_ROWS}
+    return found, {numerics: pooled(meter) for numerics, meter in model_meters.items()}
+
+
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize(
+    ("tier", "sharded"),
+    [(Tier.SEQUENCE_PARALLEL, False), (Tier.COLUMN_PARALLEL, True)],
+    ids=["SEQUENCE_PARALLEL", "COLUMN_PARALLEL"],
+)
+def test_k0_and_k1_at_full_width(world_size: int, tier: Tier, sharded: bool) -> None:
+    if world_size != 4:  # the same on all ranks, so they skip together
+        pytest.skip("at four ranks only, for its cost; the other sizes run the same code at small widths")
+    with k3comm.Communicator.negotiate(k3comm.LatentMoESpec.kimi_k3(), dist.group.WORLD) as comm:
+        found, _ = measured(comm, [(tier, False), (tier, True)], sharded)
+    for (_, precise), accuracy in found.items():
+        numerics = Numerics.K0 if precise else plugins()[tier].numerics
+        assert reference.accept(numerics, accuracy, dtype=torch.bfloat16, pair=precise, k3_like=True) == []
+
+
+def test_k2_beside_separate_reduce_and_its_model() -> None:
+    spec = k3comm.LatentMoESpec(hidden_size=768, latent_size=384, top_k=8)
+    with k3comm.Communicator.negotiate(spec, dist.group.WORLD) as comm:
+        separate, fused = (Tier.SEPARATE_REDUCE, False), (Tier.FUSED_LANE_AR, False)
+        precise = (Tier.SEPARATE_REDUCE, True)
+        found, models = measured(comm, [separate, fused, precise], False, (Numerics.K2,))
+    dtype = torch.bfloat16
+    assert reference.accept(Numerics.K2, found[separate], dtype=dtype, model=models[Numerics.K2]) == []
+    assert reference.accept(Numerics.K2, found[fused], dtype=dtype, separate_reduce=found[separate]) == []
+    assert reference.accept(Numerics.K0, found[precise], dtype=dtype, pair=True) == []
