@@ -45,7 +45,8 @@ from k3comm.testing._rank import DUMP_SIGNAL, LEAVE, RETURNED, Job, decode, enco
 T = TypeVar("T")
 StartMethod = Literal["forkserver", "spawn"]
 
-_preload = ["torch", "torch.distributed", "attrs", rank_main.__module__]  # nothing that touches CUDA
+# What every rank imports, nothing that touches CUDA. The last is what torch.save imports when it is first used.
+_preload = ["torch", "torch.distributed", __name__, "k3comm.testing._identical", "torch.utils.serialization"]
 _DUMP_WAIT = 1.0  # s, for the stacks of all ranks that are asked
 _END_WAIT = 5.0  # s, for the exit code of a process that is gone
 

@@ -37,6 +37,8 @@ class Plugin(LibraryTier):
             self._collectives.all_reduce(lane)
             latent, shared = lane[:, :latent_size], lane[:, latent_size:]
         else:
-            latent, shared = call.routed.clone(), call.shared.clone()
+            latent, shared = (
+                partial.clone(memory_format=torch.contiguous_format) for partial in (call.routed, call.shared)
+            )
             self._collectives.all_reduce(latent, shared)
         return self._finish_sums(latent, shared, call)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import ClassVar
 
+import torch
 from torch import Tensor
 
 from k3comm.kernels import dense
@@ -27,7 +28,7 @@ class Plugin(LibraryTier):
         """One partial sum [m, n] over all ranks: in its dtype, or in fp32 if `weights.precise`. Out of place."""
         if weights.precise:
             return dense.sum_ranks(self._collectives.all_gather(partial))
-        total = partial.clone()
+        total = partial.clone(memory_format=torch.contiguous_format)
         self._collectives.all_reduce(total)
         return total
 

@@ -260,8 +260,13 @@ def test_sums_run_in_rank_order(comm: k3comm.Communicator, tier: Tier) -> None:
     assert torch.equal(out, torch.full_like(out, expected))
 
 
+@pytest.mark.parametrize("grouped", [False, True], ids=["joined", "grouped"])
 @pytest.mark.parametrize("tier", LIBRARY, ids=lambda tier: tier.name)
-def test_any_memory_layout(comm: k3comm.Communicator, tier: Tier) -> None:
+def test_any_memory_layout(
+    comm: k3comm.Communicator, tier: Tier, grouped: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A clone keeps strides, and a library may refuse them: every tier makes its own layout."""
+    monkeypatch.setattr("k3comm.tiers.fused_lane_ar.GROUPED_BYTES", 0 if grouped else 1 << 30)
     case = integer_case(comm, 6, norm=False)
     tail = handle(comm, case)
     plan = tail.plan(6, tier=tier)
