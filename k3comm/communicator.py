@@ -10,76 +10,28 @@ with comm.step(graph=False, decode=True):                 # once a forward
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from functools import partial
-from types import TracebackType
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from k3comm.errors import ClosedError, InputError, PlanError, TierUnavailableError
-from k3comm.moe_tail import MoETail
-from k3comm.negotiate.agree import Local, agree, prepare_local
-from k3comm.negotiate.decide import Decision
+from k3comm.errors import InputError
+from k3comm.moe_tail import MoETail, checked_weights
+from k3comm.negotiate.agree import agree, prepare_local
 from k3comm.negotiate.exchange import Exchange, GroupExchange, SoloExchange, check_size
-from k3comm.negotiate.report import Explanation, Obstacle, Report
 from k3comm.operations import MoETailOp, Operation
+from k3comm.session import Session
 from k3comm.settings import Settings
 from k3comm.spec import LatentMoESpec, ParallelLayout
-from k3comm.tiers import Agreement, Axes, Tier, Windows, obstacle, plugins, select_tier
-from k3comm.tiers.interface import Plan, Project, TailTier, TierContext
+from k3comm.tiers.interface import Project, TierContext
 
-_serials = itertools.count()
+_names = itertools.count()
 
 
-class Communicator:
-    """One group of ranks that has agreed on what it can do. Made by `negotiate`; a context manager that closes.
-
-    Attributes:
-        name: unique in this process, the same at every start of the same program.
-        spec, settings: what was negotiated.
-        rank, world_size: place in the group, and its size W.
-        device, dtype: of the tensors that the handles take.
-        agreement: the agreed tiers, each with the rows that all ranks can take.
-        windows: for which token counts each is worth choosing.
-        axes: the present step's (graph, decode); both False outside a step.
-        report: who can do what, and why not.
-    """
-
-    def __init__(self, local: Local, decision: Decision, context: TierContext, name: str) -> None:
-        self.name = name
-        self.spec = local.spec
-        self.settings = local.settings
-        self.rank = context.rank
-        self.world_size = context.world_size
-        self.device = context.device
-        self.dtype = context.dtype
-        self.agreement: Agreement[Tier] = decision.agreement()
-        self.windows: Windows[Tier] = local.choice.windows
-        present = plugins()
-        self.report = Report(
-            name=name,
-            rank=context.rank,
-            global_ranks=_global_ranks(context),
-            facts=local.facts,
-            spec=local.spec,
-            layout=local.layout,
-            settings=local.settings,
-            windows=local.choice.windows,
-            windows_warning=local.choice.warning,
-            decision=decision,
-            numerics={tier: plugin.numerics for tier, plugin in present.items()},
-        )
-        self.axes = (False, False)
-        self._identity = (name, next(_serials))
-        self._closed = False
-        self._layers: set[int] = set()
-        self._tiers: dict[Tier, TailTier] = {}
-        for tier in self.agreement.capacities:
-            self._tiers[tier] = present[tier]()
-            self._tiers[tier].prepare(context)
+class Communicator(Session):
+    """One group of ranks that has agreed on what it can do. Made by `negotiate`; a context manager that closes."""
 
     @classmethod
     def negotiate(
@@ -184,9 +136,8 @@ class Communicator:
             raise InputError(f"layer_index: {layer_index!r} given; accepted are whole numbers from 0")
         if layer_index in self._layers:
             raise InputError(f"layer_index: {layer_index} has a handle already; accepted is each index once")
-        tail = MoETail(
+        weights = checked_weights(
             self,
-            layer_index=layer_index,
             norm_weight=norm_weight,
             up_weight=up_weight,
             up_bias=up_bias,
@@ -196,100 +147,7 @@ class Communicator:
             sharded=sharded,
         )
         self._layers.add(layer_index)
-        return tail
-
-    @contextmanager
-    def step(self, *, graph: bool = False, decode: bool = False) -> Iterator[None]:
-        """Sets, once a forward, the axes that a tensor's shape does not show; the same on every rank.
-
-        Args:
-            graph: the forward is captured into, or replayed from, a CUDA graph.
-            decode: every row is a decode or draft-verify row.
-        """
-        self._check_open()
-        Axes(num_tokens=0, graph=graph, decode=decode)  # validates
-        before, self.axes = self.axes, (graph, decode)
-        try:
-            yield
-        finally:
-            self.axes = before
-
-    def explain(self, num_tokens: int, *, graph: bool = False, decode: bool = False) -> Explanation:
-        """The tier for a forward, and the failed condition of every better one, for a tail without extras.
-
-        `MoETail.explain` also counts what its own arguments exclude.
-        """
-        return self._explain(Axes(num_tokens=num_tokens, graph=graph, decode=decode), {})
-
-    def close(self) -> None:
-        """Ends the communicator; handles raise ClosedError from then on. May be called again."""
-        self._closed = True
-        self._tiers.clear()
-
-    def __enter__(self) -> Communicator:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self.close()
-
-    def __repr__(self) -> str:
-        state = "closed" if self._closed else ", ".join(tier.name for tier in self.agreement.capacities)
-        return f"<Communicator {self.name}, rank {self.rank} of {self.world_size}: {state}>"
-
-    # What the handles use.
-
-    def _check_open(self) -> None:
-        if self._closed:
-            raise ClosedError(f"communicator {self.name} is closed")
-
-    def _tier(self, tier: Tier) -> TailTier:
-        self._check_open()
-        return self._tiers[tier]
-
-    def _choose(self, axes: Axes, refused: dict[Tier, str], force: Tier | None) -> Tier:
-        """The tier for `axes`, given why some can't serve the call; a tier by name is used or raises."""
-        if force is None:
-            return select_tier(axes=axes, agreement=self.agreement.without(refused), windows=self.windows)
-        why = refused.get(force)
-        if force not in self.agreement:
-            why = f"not agreed: {self.report.decision.refusal(force)}"
-        elif why is None and axes.num_tokens > self.agreement.capacities[force]:
-            why = f"{axes.num_tokens} tokens exceed the {self.agreement.capacities[force]} that all ranks can take"
-        if why is not None:
-            raise TierUnavailableError(f"{force.name}: {why}")
-        return force
-
-    def _explain(self, axes: Axes, refused: dict[Tier, str]) -> Explanation:
-        force = self.settings.force if isinstance(self.settings.force, Tier) else None
-        chosen = self._choose(axes, refused, force)
-        obstacles = []
-        for tier in Tier:
-            if tier >= chosen:
-                break
-            why = refused.get(tier) or obstacle(tier, axes, self.agreement, self.windows)
-            if tier not in self.agreement:
-                why = f"not agreed: {self.report.decision.refusal(tier)}"
-            obstacles.append(Obstacle(tier, why or f"{chosen.name} is forced"))
-        return Explanation(
-            tier=chosen,
-            forced=force is not None,
-            axes=f"{axes.num_tokens} tokens, graph={axes.graph}, decode={axes.decode}",
-            obstacles=tuple(obstacles),
-        )
-
-    def _check_plan(self, plan: Plan) -> None:
-        if not isinstance(plan, Plan):
-            raise PlanError(f"plan: {plan!r} given; accepted is what MoETail.plan returns")
-        if plan.communicator != self._identity:
-            raise PlanError(
-                f"plan: made by communicator {plan.communicator[0]}, given to {self.name}; "
-                "accepted are plans of the same communicator"
-            )
-
-
-_names = itertools.count()
+        return MoETail(self, layer_index, weights)
 
 
 def _check_group(group: dist.ProcessGroup | None, exchange: Exchange | None) -> int:
@@ -349,9 +207,3 @@ def _device(device: torch.device | str | None, backends: dict[str, str]) -> torc
     if place.type == "cuda" and place.index is None:
         place = torch.device("cuda", torch.cuda.current_device())
     return place
-
-
-def _global_ranks(context: TierContext) -> tuple[int, ...]:
-    if context.group is None:
-        return (0,)
-    return tuple(dist.get_process_group_ranks(context.group))

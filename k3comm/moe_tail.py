@@ -6,7 +6,7 @@ Everything that is wrong with a call is found before a peer is involved, so that
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,12 +14,10 @@ from torch import Tensor
 from k3comm.errors import CaptureError, InputError, PlanError
 from k3comm.negotiate.report import Explanation
 from k3comm.operations import OUTPUTS, TailArguments
+from k3comm.session import Session
 from k3comm.tiers import Axes, Tier, plugins
 from k3comm.tiers.interface import Plan, Project, TailCall, TailWeights
 from k3comm.tiers.separate_reduce import Plugin as SeparateReduce
-
-if TYPE_CHECKING:
-    from k3comm.communicator import Communicator
 
 
 class _Plans(dict[int, Plan]):
@@ -42,33 +40,21 @@ class MoETail:
     """
 
     __slots__ = (
-        "_comm",
         "_eager",
         "_eager_decode",
         "_graph",
         "_graph_decode",
         "_other",
         "_refusals",
+        "_session",
         "_weights",
         "layer_index",
     )
 
-    def __init__(
-        self,
-        comm: Communicator,
-        *,
-        layer_index: int,
-        norm_weight: Tensor | None,
-        up_weight: Tensor | None,
-        up_bias: Tensor | None,
-        routed_scale: float,
-        project: Project | None,
-        precise: bool,
-        sharded: bool | None,
-    ) -> None:
-        self._comm = comm
+    def __init__(self, session: Session, layer_index: int, weights: TailWeights) -> None:
+        self._session = session
         self.layer_index = layer_index
-        self._weights = _check_weights(comm, norm_weight, up_weight, up_bias, routed_scale, project, precise, sharded)
+        self._weights = weights
         self._eager, self._eager_decode = _Plans(self, False, False), _Plans(self, False, True)
         self._graph, self._graph_decode = _Plans(self, True, False), _Plans(self, True, True)
         self._other: dict[tuple[object, ...], Plan] = {}
@@ -117,7 +103,7 @@ class MoETail:
     ) -> Explanation:
         """The tier for a call of this layer, and the failed condition of every better one."""
         axes = Axes(num_tokens=num_tokens, graph=graph, decode=decode)
-        return self._comm._explain(axes, self._refused(output, next_norm))
+        return self._session._explain(axes, self._refused(output, next_norm))
 
     @torch.no_grad()
     def __call__(
@@ -149,8 +135,8 @@ class MoETail:
             CaptureError: a CUDA graph is being captured and the plan is not for a graph.
             CommunicationTimeoutError: on CPU, a peer did not come within `settings.poll_deadline`.
         """
-        self._comm._check_open()
-        self._check_rows("routed", routed, self._comm.spec.latent_size)
+        self._session._check_open()
+        self._check_rows("routed", routed, self._session.spec.latent_size)
         return self._run(routed, shared, residual, plan, output, next_norm_weight, latent=None)
 
     @torch.no_grad()
@@ -163,8 +149,8 @@ class MoETail:
         Returns:
             [m, L], the sum over the ranks; in the spec's dtype, or fp32 for a precise handle. For `finish`.
         """
-        self._check_rows("routed", routed, self._comm.spec.latent_size)
-        tier = self._comm._tier(Tier.SEPARATE_REDUCE)
+        self._check_rows("routed", routed, self._session.spec.latent_size)
+        tier = self._session._tier(Tier.SEPARATE_REDUCE)
         if not isinstance(tier, SeparateReduce):
             raise TypeError(f"SEPARATE_REDUCE is served by {type(tier).__name__}")
         if routed.shape[0] == 0:
@@ -190,9 +176,9 @@ class MoETail:
         Returns:
             As a call.
         """
-        self._comm._check_open()
-        self._check_rows("latent", latent, self._comm.spec.latent_size, self._latent_dtype)
-        graph, decode = self._comm.axes
+        self._session._check_open()
+        self._check_rows("latent", latent, self._session.spec.latent_size, self._latent_dtype)
+        graph, decode = self._session.axes
         next_norm = next_norm_weight is not None
         plan = self.plan(latent.shape[0], graph, decode, Tier.SEPARATE_REDUCE, output, next_norm)
         return self._run(latent, shared, residual, plan, output, next_norm_weight, latent=latent)
@@ -207,23 +193,23 @@ class MoETail:
         next_norm_weight: Tensor | None,
         latent: Tensor | None,
     ) -> Any:
-        comm = self._comm
-        hidden, rows = comm.spec.hidden_size, routed.shape[0]
+        session = self._session
+        hidden, rows = session.spec.hidden_size, routed.shape[0]
         self._check_rows("shared", shared, hidden)
         if shared.shape[0] != rows:
             raise InputError(f"shared: {shared.shape[0]} rows given; accepted are the {rows} of the routed part")
         if output not in OUTPUTS:
             raise InputError(f"output: {output!r} given; accepted are {', '.join(map(repr, OUTPUTS))}")
-        out_rows = rows if output == "full" else -(-rows // comm.world_size)
+        out_rows = rows if output == "full" else -(-rows // session.world_size)
         if residual is not None:
             self._check_rows("residual", residual, hidden)
             if residual.shape[0] != out_rows:
                 raise InputError(
                     f"residual: {residual.shape[0]} rows given; accepted are {out_rows} "
-                    f"({rows} tokens, {comm.world_size} ranks, output={output!r})"
+                    f"({rows} tokens, {session.world_size} ranks, output={output!r})"
                 )
         if next_norm_weight is not None:
-            _check_vector("next_norm_weight", next_norm_weight, hidden, comm)
+            _check_vector("next_norm_weight", next_norm_weight, hidden, session)
         plan = self._check_or_make_plan(plan, rows, output, next_norm_weight is not None)
         if rows == 0:
             empty = shared.new_empty(0, hidden)
@@ -239,15 +225,15 @@ class MoETail:
             normed=normed,
             latent=latent,
         )
-        out = comm._tier(plan.tier).run(call)
+        out = session._tier(plan.tier).run(call)
         return out if normed is None else (out, normed)
 
     def _check_or_make_plan(self, plan: Plan | None, rows: int, output: str, next_norm: bool) -> Plan:
-        comm = self._comm
+        session = self._session
         if plan is None:
-            plan = self.plan(rows, *comm.axes, None, output, next_norm)
+            plan = self.plan(rows, *session.axes, None, output, next_norm)
         else:
-            comm._check_plan(plan)
+            session._check_plan(plan)
             if rows > plan.num_tokens:
                 raise PlanError(f"plan: made for up to {plan.num_tokens} rows, called with {rows}")
             if (plan.output, plan.next_norm) != (output, next_norm):
@@ -258,32 +244,32 @@ class MoETail:
             why = self._refused(output, next_norm).get(plan.tier)
             if why is not None:
                 raise PlanError(f"plan: {plan.tier.name} can't serve layer {self.layer_index}: {why}")
-        if comm.device.type == "cuda" and not plan.graph and torch.cuda.is_current_stream_capturing():
+        if session.device.type == "cuda" and not plan.graph and torch.cuda.is_current_stream_capturing():
             raise CaptureError(
                 "a CUDA graph is being captured, and the plan is not for a graph; capture inside "
-                "comm.step(graph=True), so that every rank chooses as it will at replay"
+                "session.step(graph=True), so that every rank chooses as it will at replay"
             )
         return plan
 
     def _plan(
         self, num_tokens: int, graph: bool, decode: bool, tier: Tier | None, output: str, next_norm: bool
     ) -> Plan:
-        comm = self._comm
-        comm._check_open()
+        session = self._session
+        session._check_open()
         if tier is not None and not isinstance(tier, Tier):
             raise InputError(f"tier: {tier!r} given; accepted are None and members of k3comm.Tier")
         axes = Axes(num_tokens=num_tokens, graph=graph, decode=decode)
-        force = tier if tier is not None else comm.settings.force
+        force = tier if tier is not None else session.settings.force
         force = force if isinstance(force, Tier) else None
         return Plan(
             num_tokens=num_tokens,
             graph=graph,
             decode=decode,
-            tier=comm._choose(axes, self._refused(output, next_norm), force),
+            tier=session._choose(axes, self._refused(output, next_norm), force),
             forced=force is not None,
             output=output,
             next_norm=next_norm,
-            communicator=comm._identity,
+            communicator=session._identity,
         )
 
     def _refused(self, output: str, next_norm: bool) -> dict[Tier, str]:
@@ -297,9 +283,9 @@ class MoETail:
                 output=output,
                 next_norm=next_norm,
             )
-            comm, found = self._comm, {}
-            for tier in comm.agreement.capacities:
-                why = plugins()[tier].refusal(arguments, comm.spec, comm.world_size)
+            session, found = self._session, {}
+            for tier in session.agreement.capacities:
+                why = plugins()[tier].refusal(arguments, session.spec, session.world_size)
                 if why is not None:
                     found[tier] = why
             self._refusals[key] = found
@@ -308,23 +294,24 @@ class MoETail:
     @property
     def _latent_dtype(self) -> torch.dtype:
         """What `reduce_routed` returns."""
-        return torch.float32 if self._weights.precise else self._comm.dtype
+        return torch.float32 if self._weights.precise else self._session.dtype
 
     def _check_rows(self, name: str, x: Tensor, width: int, dtype: torch.dtype | None = None) -> None:
-        comm = self._comm
-        dtype = dtype or comm.dtype
+        session = self._session
+        dtype = dtype or session.dtype
         if not isinstance(x, Tensor):
             raise InputError(f"{name}: {type(x).__name__} given; accepted is a tensor [m, {width}]")
         if x.dim() != 2 or x.shape[1] != width:
             raise InputError(f"{name}: shape {tuple(x.shape)} given; accepted is [m, {width}]")
         if x.dtype != dtype:
             raise InputError(f"{name}: {x.dtype} given; accepted is {dtype}")
-        if x.device != comm.device:
-            raise InputError(f"{name}: on {x.device}; accepted is {comm.device}")
+        if x.device != session.device:
+            raise InputError(f"{name}: on {x.device}; accepted is {session.device}")
 
 
-def _check_weights(
-    comm: Communicator,
+def checked_weights(
+    session: Session,
+    *,
     norm_weight: Tensor | None,
     up_weight: Tensor | None,
     up_bias: Tensor | None,
@@ -333,7 +320,8 @@ def _check_weights(
     precise: bool,
     sharded: bool | None,
 ) -> TailWeights:
-    hidden, latent, world_size = comm.spec.hidden_size, comm.spec.latent_size, comm.world_size
+    """One layer's weights, or InputError that names the argument, what was given and what is accepted."""
+    hidden, latent, world_size = session.spec.hidden_size, session.spec.latent_size, session.world_size
     if (up_weight is None) == (project is None):
         given = "neither" if up_weight is None else "both"
         raise InputError(f"up_weight, project: {given} given; accepted is one of the two")
@@ -347,15 +335,15 @@ def _check_weights(
     if isinstance(routed_scale, bool) or not isinstance(routed_scale, int | float) or not math.isfinite(routed_scale):
         raise InputError(f"routed_scale: {routed_scale!r} given; accepted are finite numbers")
     if norm_weight is not None:
-        _check_vector("norm_weight", norm_weight, latent, comm)
+        _check_vector("norm_weight", norm_weight, latent, session)
     if up_bias is not None:
-        _check_vector("up_bias", up_bias, hidden, comm)
+        _check_vector("up_bias", up_bias, hidden, session)
     if up_weight is not None:
         shapes = [(hidden, latent)] + ([(hidden // world_size, latent)] if hidden % world_size == 0 else [])
         if not isinstance(up_weight, Tensor) or tuple(up_weight.shape) not in shapes:
             shape = tuple(up_weight.shape) if isinstance(up_weight, Tensor) else type(up_weight).__name__
             raise InputError(f"up_weight: {shape} given; accepted are {' and '.join(map(str, dict.fromkeys(shapes)))}")
-        _check_place("up_weight", up_weight, (comm.dtype,), comm)
+        _check_place("up_weight", up_weight, (session.dtype,), session)
         found = tuple(up_weight.shape) != shapes[0]
         if sharded is not None and sharded != found and world_size > 1:
             raise InputError(f"sharded: {sharded} given with up_weight {tuple(up_weight.shape)}; accepted is {found}")
@@ -373,15 +361,15 @@ def _check_weights(
     )
 
 
-def _check_vector(name: str, x: Tensor, width: int, comm: Communicator) -> None:
+def _check_vector(name: str, x: Tensor, width: int, session: Session) -> None:
     if not isinstance(x, Tensor) or tuple(x.shape) != (width,):
         shape = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
         raise InputError(f"{name}: {shape} given; accepted is a tensor [{width}]")
-    _check_place(name, x, (comm.dtype, torch.float32), comm)
+    _check_place(name, x, (session.dtype, torch.float32), session)
 
 
-def _check_place(name: str, x: Tensor, dtypes: tuple[torch.dtype, ...], comm: Communicator) -> None:
+def _check_place(name: str, x: Tensor, dtypes: tuple[torch.dtype, ...], session: Session) -> None:
     if x.dtype not in dtypes:
         raise InputError(f"{name}: {x.dtype} given; accepted are {' and '.join(map(str, dict.fromkeys(dtypes)))}")
-    if x.device != comm.device:
-        raise InputError(f"{name}: on {x.device}; accepted is {comm.device}")
+    if x.device != session.device:
+        raise InputError(f"{name}: on {x.device}; accepted is {session.device}")

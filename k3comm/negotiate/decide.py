@@ -210,7 +210,7 @@ def disagreement(decision: Decision, texts: Sequence[bytes]) -> str:
 
 
 def name_ranks(ranks: Sequence[int]) -> str:
-    """ "rank 1", "ranks 0, 2 and 3"."""
+    """Ranks for people: rank 1; ranks 0, 2 and 3."""
     if len(ranks) == 1:
         return f"rank {ranks[0]}"
     return f"ranks {', '.join(map(str, ranks[:-1]))} and {ranks[-1]}"

@@ -45,8 +45,9 @@ from k3comm.testing._rank import DUMP_SIGNAL, LEAVE, RETURNED, Job, decode, enco
 T = TypeVar("T")
 StartMethod = Literal["forkserver", "spawn"]
 
-# What every rank imports, nothing that touches CUDA. The last is what torch.save imports when it is first used.
-_preload = ["torch", "torch.distributed", __name__, "k3comm.testing._identical", "torch.utils.serialization"]
+# What ranks import anyway and the server therefore once for all of them. Nothing here touches CUDA. The last is what
+# torch.save imports when it is first used.
+_preload = ["torch", "torch.distributed", "k3comm.communicator", __name__, "torch.utils.serialization"]
 _DUMP_WAIT = 1.0  # s, for the stacks of all ranks that are asked
 _END_WAIT = 5.0  # s, for the exit code of a process that is gone
 
@@ -139,8 +140,8 @@ def start_server(*preload: str) -> None:
     For a conftest or the top of a benchmark. A server that is running already is left as it is.
 
     Args:
-        *preload: further modules that the server imports once for all ranks (torch, and pytest under pytest, it has
-            anyway): what the ranks' functions need. They must not touch CUDA, which a forked rank could not use then.
+        *preload: further modules that the server imports once for all ranks: what their functions need beside torch,
+            k3comm and (under pytest) pytest. They must not touch CUDA, which a forked rank could not use then.
 
     Raises:
         RanksFailed: the server forks no process that works, for example because the main module can't be imported.

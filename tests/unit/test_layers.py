@@ -34,6 +34,7 @@ LAYERS = (
     ("buffers",),
     ("tiers.*",),
     ("negotiate",),
+    ("session",),
     ("communicator", "moe_tail", "attention_reduce", "route_exchange", "topk_pack"),
     ("ops",),
     ("testing",),
@@ -213,8 +214,9 @@ def test_names_are_found_at_home() -> None:
     assert home("k3comm.__version__") == "k3comm"
     assert home("k3comm.tiers.select.Agreement") == "k3comm.tiers.select"
     assert home("k3comm.tiers.Agreement") == "k3comm.tiers"
-    order = ["spec", "kernels.dense", "buffers.symmetric", "tiers.interface", "negotiate", "moe_tail", "ops", "testing"]
-    assert [layer(f"k3comm.{name}") for name in [*order, "cli.demo"]] == list(range(len(LAYERS)))
+    values_to_tiers = ["spec", "kernels.dense", "buffers.symmetric", "tiers.interface"]
+    order = [*values_to_tiers, "negotiate", "session", "moe_tail", "ops", "testing", "cli.demo"]
+    assert [layer(f"k3comm.{name}") for name in order] == list(range(len(LAYERS)))
     assert layer("k3comm.tiers.windows") == layer("k3comm.tiers") == layer("k3comm") == 0
     with pytest.raises(AssertionError, match="has no layer"):
         layer("k3comm.helpers")
