@@ -54,6 +54,10 @@ class Variant:
         return self.tier.name + (" (precise)" if self.precise else "")
 
 
+FALLBACK = Variant(max(Tier), False, Numerics.K2)
+"""SEPARATE_REDUCE, which the other K2 tiers are compared with, and which is itself compared with the plain model."""
+
+
 @attrs.frozen
 class Call:
     """What one rank saw of one call: a digest of the whole result, and the accuracy of its own share of the rows."""
@@ -304,51 +308,46 @@ class Finding:
 
 def judge(found: Sequence[Measured], spec: LatentMoESpec) -> list[Finding]:
     """Adds up what the ranks measured and compares it with the bounds of each variant's class."""
-    few = few_calls(spec)
-    dtype: torch.dtype = getattr(torch, spec.dtype)
-    models = {
-        numerics: _accuracy([meter for one in found for meter in one.models[numerics]]) for numerics in found[0].models
-    }
-    findings = []
-    for variant in found[0].calls:
-        by_rank = [one.calls[variant] for one in found]
-        calls = list(zip(*by_rank, strict=True))
-        fallback = variant.tier is max(Tier) and not variant.precise
-        relative = variant.numerics in models and (variant.numerics is not Numerics.K2 or fallback)
-        if relative:
-            calls = calls[:few]
-        accuracy = _pool(calls)
-        separate_reduce = None
-        if variant.numerics is Numerics.K2 and not fallback:
-            others = zip(*(one.calls[Variant(max(Tier), False, Numerics.K2)] for one in found), strict=True)
-            separate_reduce = _pool(list(others)[: len(calls)])
-        bounds = reference.bounds_for(
-            variant.numerics,
-            dtype=dtype,
-            # A precise projection of these tiers takes z as two BF16 terms (kernels/dense.py).
-            pair=variant.precise and dtype == torch.bfloat16,
-            k3_like=k3_like(spec),
-            model=models.get(variant.numerics),
-            separate_reduce=separate_reduce,
-        )
-        pools = [accuracy]
-        if variant.numerics is Numerics.K0:
-            # Each call counts, not only their mean.
-            singles = [_pool([call]) for call in calls]
-            pools += [one for one in singles if one.rows * spec.hidden_size >= ONE_CALL_ELEMENTS]
-        findings.append(
-            Finding(
-                variant=variant,
-                accuracy=accuracy,
-                limits=tuple(_limit(bound, pools if "bias" in bound.quantity else [accuracy]) for bound in bounds),
-                differing=tuple(
-                    rows
-                    for rows, ranks in zip(CALLS, zip(*by_rank, strict=True), strict=False)
-                    if len({call.digest for call in ranks}) > 1
-                ),
-            )
-        )
-    return findings
+    return [_finding(variant, found, spec) for variant in found[0].calls]
+
+
+def _finding(variant: Variant, found: Sequence[Measured], spec: LatentMoESpec) -> Finding:
+    numerics, dtype = variant.numerics, getattr(torch, spec.dtype)
+    calls = _calls(found, variant)
+    differing = [rows for rows, ranks in zip(CALLS, calls, strict=False) if len({call.digest for call in ranks}) > 1]
+    model = separate_reduce = None
+    if numerics is Numerics.K2 and variant != FALLBACK:
+        separate_reduce = _pool(_calls(found, FALLBACK)[: len(calls)])
+    elif numerics in found[0].models:
+        calls = calls[: few_calls(spec)]
+        model = _accuracy([meter for one in found for meter in one.models[numerics][: len(calls)]])
+    bounds = reference.bounds_for(
+        numerics,
+        dtype=dtype,
+        # A precise projection of these tiers takes z as two BF16 terms (kernels/dense.py).
+        pair=variant.precise and dtype == torch.bfloat16,
+        k3_like=k3_like(spec),
+        model=model,
+        separate_reduce=separate_reduce,
+    )
+    accuracy = _pool(calls)
+    singles = []
+    if numerics is Numerics.K0:  # its bias is bounded in each call, and not only on average
+        singles = [_pool([ranks]) for ranks in calls]
+        singles = [one for one in singles if one.rows * spec.hidden_size >= ONE_CALL_ELEMENTS]
+    return Finding(
+        variant=variant,
+        accuracy=accuracy,
+        limits=tuple(
+            _limit(bound, [accuracy, *singles] if "bias" in bound.quantity else [accuracy]) for bound in bounds
+        ),
+        differing=tuple(differing),
+    )
+
+
+def _calls(found: Sequence[Measured], variant: Variant) -> list[tuple[Call, ...]]:
+    """A variant's calls, each as all ranks saw it."""
+    return list(zip(*(one.calls[variant] for one in found), strict=True))
 
 
 def _pool(calls: Sequence[Sequence[Call]]) -> Accuracy:
