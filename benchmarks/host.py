@@ -29,6 +29,9 @@ from k3comm.testing import run_ranks, start_server
 
 PLAN_TARGET_US = 0.15
 NEGOTIATION_TARGET_MS = 150.0
+FUSED_TARGET = 5.0
+DECODE_ARMS = (Tier.TAIL_FUSION, Tier.PEER_AR, Tier.FUSED_LANE_AR, Tier.SEPARATE_REDUCE)
+CALLS = 20
 TOKENS = (1, 16, 64, 256, 1024)
 
 
@@ -71,7 +74,7 @@ def tiers_once(rows: tuple[int, ...], repeats: int) -> dict[int, dict[str, float
     found: dict[int, dict[str, float]] = {}
     for m in rows:
         routed, shared = torch.randn(m, spec.latent_size).bfloat16(), torch.randn(m, spec.hidden_size).bfloat16()
-        arms = list(comm.agreement.capacities)
+        arms = [tier for tier, most in comm.agreement.capacities.items() if m <= most]
         times: dict[Tier, list[float]] = {tier: [] for tier in arms}
         for repeat in range(repeats + 1):
             for tier in arms if repeat % 2 else reversed(arms):
@@ -83,6 +86,28 @@ def tiers_once(rows: tuple[int, ...], repeats: int) -> dict[int, dict[str, float
         found[m] = {tier.name: statistics.median(values[1:]) for tier, values in times.items()}
         found[m]["selected"] = float(tail.plan(m).tier)
     return found
+
+
+def decode_once(repeats: int) -> dict[str, float]:
+    """Microseconds of one decode row of a small layer by tier, arms in alternating order."""
+    spec = LatentMoESpec(hidden_size=512, latent_size=256, top_k=8)
+    comm = Communicator.negotiate(spec, dist.group.WORLD)
+    weight = torch.randn(spec.hidden_size, spec.latent_size).mul_(0.02).bfloat16()
+    tail = comm.moe_tail(
+        layer_index=0, norm_weight=torch.ones(spec.latent_size, dtype=torch.bfloat16), up_weight=weight
+    )
+    routed, shared = torch.randn(1, spec.latent_size).bfloat16(), torch.randn(1, spec.hidden_size).bfloat16()
+    arms = [tier for tier in DECODE_ARMS if tier in comm.agreement]
+    times: dict[Tier, list[float]] = {tier: [] for tier in arms}
+    for repeat in range(repeats):
+        for tier in arms if repeat % 2 else reversed(arms):
+            plan = tail.plan(1, tier=tier)
+            dist.barrier()
+            start = time.perf_counter()
+            for _ in range(CALLS):
+                tail(routed, shared, shared, plan=plan)
+            times[tier].append((time.perf_counter() - start) / CALLS * 1e6)
+    return {tier.name: statistics.median(values) for tier, values in times.items()}
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -107,16 +132,27 @@ def main(arguments: list[str] | None = None) -> int:
     table.add_row("second", f"{again:.1f}", f"{NEGOTIATION_TARGET_MS:.0f}")
     console.print(table)
 
+    decode: dict[int, dict[str, float]] = {}
+    table = Table("one row, H 512, L 256", *(tier.name for tier in DECODE_ARMS), "target of TAIL_FUSION")
+    for ranks in (2, 4, 8):
+        runs = run_ranks(decode_once, ranks, 5 if options.quick else 21, deadline=300.0)
+        decode[ranks] = {name: max(one[name] for one in runs) for name in runs[0]}
+        base = decode[ranks]["SEPARATE_REDUCE"]
+        cells = [f"{us:.0f} us, {base / us:.1f}x" for us in decode[ranks].values()]
+        table.add_row(f"{ranks} ranks", *cells, f"{FUSED_TARGET:.0f}x" if ranks > 2 else "")
+    console.print(table)
+
     rows, repeats = (TOKENS[:3], 3) if options.quick else (TOKENS, 9)
     ranks = 4
     every = run_ranks(tiers_once, ranks, rows, repeats, deadline=600.0)
-    table = Table(f"m ({ranks} gloo ranks)", *(tier for tier in every[0][rows[0]] if tier != "selected"), "selected")
+    names = [tier for tier in every[0][rows[0]] if tier != "selected"]
+    table = Table(f"m ({ranks} gloo ranks)", *names, "selected")
     slowest: dict[int, dict[str, float]] = {}
     for m in rows:
         slowest[m] = {name: max(one[m][name] for one in every) for name in every[0][m]}
         base = slowest[m]["SEPARATE_REDUCE"]
         chosen = Tier(int(slowest[m].pop("selected")))
-        cells = [f"{ms:.1f} ms, {base / ms:.2f}x" for ms in slowest[m].values()]
+        cells = [f"{slowest[m][n]:.1f} ms, {base / slowest[m][n]:.2f}x" if n in slowest[m] else "-" for n in names]
         table.add_row(str(m), *cells, chosen.name)
     console.print(table)
     console.print("Kimi-K3 shapes, BF16; the factor is SEPARATE_REDUCE's time over the tier's, in this run.")
@@ -124,6 +160,7 @@ def main(arguments: list[str] | None = None) -> int:
     figures |= {
         "plan_us": plans,
         "negotiation_ms": {"first": first, "second": again},
+        "decode_us": decode,
         "tiers_ms": slowest,
     }
     if options.json:

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
         InputError,
         K3CommError,
         NegotiationError,
+        PeerTimeoutError,
         PlanError,
         SettingsError,
         TierUnavailableError,
@@ -50,6 +51,7 @@ _MODULES = {
     "NegotiationError": "errors",
     "Numerics": "tiers",
     "ParallelLayout": "spec",
+    "PeerTimeoutError": "errors",
     "Plan": "tiers.interface",
     "PlanError": "errors",
     "RouteExchangeOp": "operations",
@@ -78,6 +80,7 @@ __all__ = [
     "NegotiationError",
     "Numerics",
     "ParallelLayout",
+    "PeerTimeoutError",
     "Plan",
     "PlanError",
     "RouteExchangeOp",
@@ -94,6 +97,8 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if name == "Communicator":
+        import_module(f"{__name__}.ops")  # registers the operators that its handles call in compiled models
     value = getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
     globals()[name] = value
     return value

@@ -13,16 +13,20 @@ import itertools
 from collections.abc import Sequence
 from functools import partial
 
+import attrs
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from k3comm.buffers.host import HostMemory
+from k3comm.buffers.symmetric import SymmetricMemory, establish
 from k3comm.errors import InputError
 from k3comm.moe_tail import MoETail, checked_weights
-from k3comm.negotiate.agree import agree, prepare_local
+from k3comm.negotiate.agree import Local, agree, check_force, prepare_local
+from k3comm.negotiate.arm import arm
 from k3comm.negotiate.exchange import Exchange, GroupExchange, SoloExchange, check_size
 from k3comm.operations import MoETailOp, Operation
-from k3comm.session import Session
+from k3comm.session import Session, check_name
 from k3comm.settings import Settings
 from k3comm.spec import LatentMoESpec, ParallelLayout
 from k3comm.tiers.interface import Project, TierContext
@@ -71,19 +75,24 @@ class Communicator(Session):
         """
         world_size = _check_group(group, exchange)
         check_size(world_size)
+        rank = 0 if group is None else dist.get_rank(group)
         backends = _backends(group) if group is not None else {}
         place = _device(device, backends)
-        prepare = partial(
-            prepare_local,
-            spec=spec,
-            layout=layout,
-            settings=settings,
-            operations=operations,
-            lanes=lanes,
-            device=place,
-            backends=backends,
-            world_size=world_size,
-        )
+
+        def prepare() -> Local:
+            check_name(name)
+            return prepare_local(
+                spec=spec,
+                layout=layout,
+                settings=settings,
+                operations=operations,
+                lanes=lanes,
+                device=place,
+                backends=backends,
+                world_size=world_size,
+                new_memory=partial(HostMemory, rank, world_size),
+            )
+
         vote_group = None if group is None or world_size == 1 else _vote_group(group, cpu_group)
 
         def exchange_within(deadline: float) -> Exchange:
@@ -91,17 +100,33 @@ class Communicator(Session):
                 return exchange
             return SoloExchange() if vote_group is None else GroupExchange(vote_group, place, deadline)
 
-        local, decision = agree(prepare, exchange_within, world_size)
+        local, decision, voted = agree(prepare, exchange_within, world_size)
+
+        def establish_more(nbytes: int) -> SymmetricMemory | str:
+            memory = HostMemory(rank, world_size)
+            return establish(memory, nbytes, voted) or memory
+
         context = TierContext(
             spec=local.spec,
             settings=local.settings,
             group=group,
-            rank=0 if group is None else dist.get_rank(group),
+            rank=rank,
             world_size=world_size,
             device=place,
             dtype=getattr(torch, local.spec.dtype),
+            lanes=local.lanes,
+            establish=establish_more,
         )
-        return cls(local, decision, context, name or f"k3comm-{next(_names)}")
+        try:
+            armed = arm(
+                local, decision, voted, lambda memory, offset: attrs.evolve(context, memory=memory, offset=offset)
+            )
+            decision = decision.armed(armed.failures)
+            check_force(local.settings, decision)
+        except BaseException:
+            local.release()
+            raise
+        return cls(local, decision, armed, context, name or f"k3comm-{next(_names)}")
 
     def moe_tail(
         self,
@@ -134,7 +159,7 @@ class Communicator(Session):
         self._check_open()
         if type(layer_index) is not int or layer_index < 0:
             raise InputError(f"layer_index: {layer_index!r} given; accepted are whole numbers from 0")
-        if layer_index in self._layers:
+        if layer_index in self.handles:
             raise InputError(f"layer_index: {layer_index} has a handle already; accepted is each index once")
         weights = checked_weights(
             self,
@@ -146,8 +171,8 @@ class Communicator(Session):
             precise=precise,
             sharded=sharded,
         )
-        self._layers.add(layer_index)
-        return MoETail(self, layer_index, weights)
+        tail = self.handles[layer_index] = MoETail(self, layer_index, weights)
+        return tail
 
 
 def _check_group(group: dist.ProcessGroup | None, exchange: Exchange | None) -> int:

@@ -9,9 +9,10 @@
     |-- TierUnavailableError (RuntimeError) a tier asked for by name that is not agreed or can't honour the arguments
     |-- ClosedError (RuntimeError)          a communicator that is closed
     |-- CaptureError (RuntimeError)         something that must not happen while a CUDA graph is captured
-    `-- CommunicationTimeoutError (RuntimeError)   a collective that did not finish within its deadline
+    |-- CommunicationTimeoutError (RuntimeError)   a collective that did not finish within its deadline
+    `-- PeerTimeoutError (RuntimeError)     a peer whose data did not come in time; names the peer
 
-Everything but the last is raised before a peer is involved, or identically on every rank.
+Everything but the last two is raised before a peer is involved, or identically on every rank.
 """
 
 from __future__ import annotations
@@ -55,3 +56,15 @@ class CaptureError(K3CommError, RuntimeError):
 
 class CommunicationTimeoutError(K3CommError, RuntimeError):
     """A collective did not finish within its deadline (`settings.vote_deadline`, `settings.poll_deadline`)."""
+
+
+class PeerTimeoutError(K3CommError, RuntimeError):
+    """A peer's data did not arrive within `settings.poll_deadline`: it is late, or gone.
+
+    Attributes:
+        ranks: the group's ranks that are missing.
+    """
+
+    def __init__(self, text: str = "", ranks: tuple[int, ...] = ()) -> None:
+        super().__init__(text)
+        self.ranks = ranks

@@ -35,6 +35,7 @@ class Facts:
         device_uuid: the GPU's UUID; "" on CPU. Never an ordinal: masks renumber them.
         compute_capability: (major, minor); None on CPU.
         free_memory: bytes on the device.
+        host_memory: processes of this host can share anonymous memory (memfd and /proc), found by making some.
         driver: the NVIDIA driver's version.
         world_size: ranks in the group.
         backend: the process group's backend for the device ("gloo", "nccl"); "" without a group.
@@ -47,6 +48,7 @@ class Facts:
     device_uuid: str | Unknown = ""
     compute_capability: tuple[int, int] | Unknown | None = None
     free_memory: int | Unknown = Unknown("not asked")
+    host_memory: bool | Unknown = Unknown("not asked")
     driver: str | Unknown = Unknown("not asked")
     world_size: int = 1
     backend: str = ""
@@ -75,6 +77,12 @@ class Reason(IntEnum):
     HIDDEN_MULTIPLE = 6
     ACROSS_HOSTS = 7
     SELF_CHECK = 8
+    HOST_MEMORY = 9
+    OUT_OF_MEMORY = 10
+    TRANSPORT = 11
+    DEVICE = 12
+    BFLOAT16 = 13
+    LATENT_MULTIPLE = 14
 
     def text(self, detail: int) -> str:
         """The reason in words."""
@@ -91,6 +99,12 @@ _TEXTS = {
     Reason.HIDDEN_MULTIPLE: "hidden_size is not a multiple of {}",
     Reason.ACROSS_HOSTS: "it can't cross hosts",
     Reason.SELF_CHECK: "its self-check gave wrong numbers",
+    Reason.HOST_MEMORY: "this host's processes can't share memory",
+    Reason.OUT_OF_MEMORY: "no memory for its block of {} MiB",
+    Reason.TRANSPORT: "the settings leave it no transport (transport, K3COMM_TRANSPORT)",
+    Reason.DEVICE: "no transport of this version reaches this device",
+    Reason.BFLOAT16: "it serves bfloat16 only",
+    Reason.LATENT_MULTIPLE: "latent_size is not a multiple of {}",
 }
 
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from k3comm.errors import CaptureError, InputError, PlanError
+from k3comm.kernels.finalize import Deferred, finalize
 from k3comm.negotiate.report import Explanation
 from k3comm.operations import OUTPUTS, TailArguments
 from k3comm.session import Session
@@ -59,6 +60,11 @@ class MoETail:
         self._graph, self._graph_decode = _Plans(self, True, False), _Plans(self, True, True)
         self._other: dict[tuple[object, ...], Plan] = {}
         self._refusals: dict[tuple[str, bool], dict[Tier, str]] = {}
+
+    def forget_plans(self) -> None:
+        """Drops memoised plans: the agreement has changed. Plans that were handed out stay good."""
+        for plans in (self._eager, self._eager_decode, self._graph, self._graph_decode, self._other):
+            plans.clear()
 
     def plan(
         self,
@@ -135,9 +141,46 @@ class MoETail:
             CaptureError: a CUDA graph is being captured and the plan is not for a graph.
             CommunicationTimeoutError: on CPU, a peer did not come within `settings.poll_deadline`.
         """
+        if torch.compiler.is_compiling():
+            return self._traced((routed,), shared, residual, plan, output, next_norm_weight)
         self._session._check_open()
         self._check_rows("routed", routed, self._session.spec.latent_size)
-        return self._run(routed, shared, residual, plan, output, next_norm_weight, latent=None)
+        return self._run(self._weights, routed, shared, residual, plan, output, next_norm_weight)
+
+    @torch.no_grad()
+    def deferred(
+        self,
+        rows: Tensor,
+        expert_weights: Tensor,
+        permuted_index: Tensor,
+        shared: Tensor,
+        residual: Tensor | None = None,
+        *,
+        num_tokens: int,
+        plan: Plan | None = None,
+        output: str = "full",
+        next_norm_weight: Tensor | None = None,
+    ) -> Any:
+        """A call whose routed part is not finalised: the experts' rows are weighted and summed here.
+
+        Args:
+            rows: [R, >= L], the experts' outputs; columns past L are padding, R may be 0.
+            expert_weights: [m*K] or [m, K], in the spec's dtype or fp32; never cast.
+            permuted_index: [m*K] or [m, K], int32: slot t*K+k -> row, or -1 (contributes nothing, reads nothing).
+            shared, residual, plan, output, next_norm_weight: as in a call.
+            num_tokens: m.
+
+        Returns, raises:
+            As a call; with BF16 weights the bits of a call with the finalised sums.
+        """
+        if torch.compiler.is_compiling():
+            if num_tokens != shared.shape[0]:
+                raise InputError(f"num_tokens: {num_tokens} given; accepted are the {shared.shape[0]} rows of shared")
+            given = (rows, expert_weights, permuted_index)
+            return self._traced(given, shared, residual, plan, output, next_norm_weight)
+        self._session._check_open()
+        routed = self._finalized(rows, expert_weights, permuted_index, num_tokens)
+        return self._run(self._weights, routed, shared, residual, plan, output, next_norm_weight)
 
     @torch.no_grad()
     def reduce_routed(self, routed: Tensor) -> Tensor:
@@ -181,17 +224,81 @@ class MoETail:
         graph, decode = self._session.axes
         next_norm = next_norm_weight is not None
         plan = self.plan(latent.shape[0], graph, decode, Tier.SEPARATE_REDUCE, output, next_norm)
-        return self._run(latent, shared, residual, plan, output, next_norm_weight, latent=latent)
+        return self._run(self._weights, latent, shared, residual, plan, output, next_norm_weight, latent)
+
+    @torch.no_grad()
+    def run_operator(
+        self,
+        *,
+        shared: Tensor,
+        residual: Tensor | None,
+        norm_weight: Tensor | None,
+        up_weight: Tensor,
+        up_bias: Tensor | None,
+        output: str,
+        routed: Tensor | None = None,
+        rows: Tensor | None = None,
+        expert_weights: Tensor | None = None,
+        permuted_index: Tensor | None = None,
+        next_norm_weight: Tensor | None = None,
+    ) -> Any:
+        """A call by a torch operator, with the weights that it brings: same shapes as the handle's own."""
+        session = self._session
+        weights = checked_weights(
+            session,
+            norm_weight=norm_weight,
+            up_weight=up_weight,
+            up_bias=up_bias,
+            routed_scale=self._weights.routed_scale,
+            project=None,
+            precise=self._weights.precise,
+            sharded=self._weights.sharded,
+        )
+        if rows is not None and expert_weights is not None and permuted_index is not None:
+            routed = self._finalized(rows, expert_weights, permuted_index, shared.shape[0])
+        if routed is None:
+            raise InputError("routed: None given; accepted is a tensor, or rows that are not finalised")
+        self._check_rows("routed", routed, session.spec.latent_size)
+        return self._run(weights, routed, shared, residual, None, output, next_norm_weight)
+
+    def _finalized(self, rows: Tensor, expert_weights: Tensor, permuted_index: Tensor, num_tokens: int) -> Tensor:
+        spec = self._session.spec
+        given = Deferred(rows, expert_weights, permuted_index, num_tokens)
+        given.check(spec.latent_size, self._session.dtype, self._session.device)
+        return finalize(given, spec.latent_size)
+
+    def _traced(
+        self,
+        given: tuple[Tensor, ...],
+        shared: Tensor,
+        residual: Tensor | None,
+        plan: Plan | None,
+        output: str,
+        next_norm_weight: Tensor | None,
+    ) -> Any:
+        """What a compiled model calls: the operator that does all this when it runs."""
+        weights = self._weights
+        if plan is not None or weights.up_weight is None:
+            what = "plan" if plan is not None else "project"
+            raise InputError(f"{what}: given in a compiled model; accepted is None, since the operator chooses inside")
+        if next_norm_weight is not None and len(given) > 1:
+            raise InputError("next_norm_weight: given to a compiled deferred call; accepted is None")
+        name = "moe_tail_deferred" if len(given) > 1 else "moe_tail" if next_norm_weight is None else "moe_tail_norm"
+        fixed = (weights.norm_weight, weights.up_weight, weights.up_bias)
+        extra = () if next_norm_weight is None else (next_norm_weight,)
+        who = (output, self.layer_index, self._session.name)
+        return getattr(torch.ops.k3comm, name)(*given, shared, residual, *fixed, *extra, *who)
 
     def _run(
         self,
+        weights: TailWeights,
         routed: Tensor,
         shared: Tensor,
         residual: Tensor | None,
         plan: Plan | None,
         output: str,
         next_norm_weight: Tensor | None,
-        latent: Tensor | None,
+        latent: Tensor | None = None,
     ) -> Any:
         session = self._session
         hidden, rows = session.spec.hidden_size, routed.shape[0]
@@ -220,10 +327,12 @@ class MoETail:
             shared=shared,
             residual=residual,
             plan=plan,
-            weights=self._weights,
+            weights=weights,
             next_norm_weight=next_norm_weight,
             normed=normed,
             latent=latent,
+            lane=session.lane,
+            layer=self.layer_index,
         )
         out = session._tier(plan.tier).run(call)
         return out if normed is None else (out, normed)

@@ -3,22 +3,32 @@
 from __future__ import annotations
 
 import itertools
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import TracebackType
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 import torch.distributed as dist
 
-from k3comm.errors import ClosedError, PlanError, TierUnavailableError
+from k3comm.errors import ClosedError, InputError, PlanError, TierUnavailableError
 from k3comm.negotiate.agree import Local
+from k3comm.negotiate.arm import Armed
 from k3comm.negotiate.decide import Decision
 from k3comm.negotiate.report import Explanation, Obstacle, Report
-from k3comm.tiers import Agreement, Axes, Tier, Windows, obstacle, plugins, select_tier
+from k3comm.tiers import UNLIMITED, Agreement, Axes, Tier, Windows, obstacle, plugins, select_tier
 from k3comm.tiers.interface import Plan, TailTier, TierContext
 
 _serials = itertools.count()
+_sessions: weakref.WeakValueDictionary[str, Session] = weakref.WeakValueDictionary()
 _Self = TypeVar("_Self", bound="Session")
+
+
+class Handle(Protocol):
+    """What a session asks of its handles."""
+
+    def forget_plans(self) -> None:
+        """Drops memoised plans: the agreement has changed."""
 
 
 class Session:
@@ -31,11 +41,13 @@ class Session:
         device, dtype: of the tensors that the handles take.
         agreement: the agreed tiers, each with the rows that all ranks can take.
         windows: for which token counts each is worth choosing.
-        axes: the present step's (graph, decode); both False outside a step.
+        lanes: micro-batches in flight.
+        axes, lane: the present step's (graph, decode) and micro-batch; both False and 0 outside a step.
         report: who can do what, and why not.
+        handles: by layer index. closed: `close` was called.
     """
 
-    def __init__(self, local: Local, decision: Decision, context: TierContext, name: str) -> None:
+    def __init__(self, local: Local, decision: Decision, armed: Armed, context: TierContext, name: str) -> None:
         self.name = name
         self.spec = local.spec
         self.settings = local.settings
@@ -60,29 +72,33 @@ class Session:
             numerics={tier: plugin.numerics for tier, plugin in present.items()},
         )
         self.axes = (False, False)
+        self.lane = 0
+        self.lanes = local.lanes
         self._identity = (name, next(_serials))
-        self._closed = False
-        self._layers: set[int] = set()
-        self._tiers: dict[Tier, TailTier] = {}
-        for tier in self.agreement.capacities:
-            self._tiers[tier] = present[tier]()
-            self._tiers[tier].prepare(context)
+        self.closed = False
+        self.handles: dict[int, Handle] = {}
+        self._tiers: dict[Tier, TailTier] = dict(armed.tiers)
+        self._memories = armed.memories
+        _sessions[name] = self
 
     @contextmanager
-    def step(self, *, graph: bool = False, decode: bool = False) -> Iterator[None]:
+    def step(self, *, graph: bool = False, decode: bool = False, lane: int = 0) -> Iterator[None]:
         """Sets, once a forward, the axes that a tensor's shape does not show; the same on every rank.
 
         Args:
             graph: the forward is captured into, or replayed from, a CUDA graph.
             decode: every row is a decode or draft-verify row.
+            lane: the micro-batch, from 0; two that are in flight at once need a lane each.
         """
         self._check_open()
         Axes(num_tokens=0, graph=graph, decode=decode)  # validates
-        before, self.axes = self.axes, (graph, decode)
+        if type(lane) is not int or not 0 <= lane < self.lanes:
+            raise InputError(f"lane: {lane!r} given; accepted are 0 to {self.lanes - 1} (lanes={self.lanes})")
+        before, self.axes, self.lane = (self.axes, self.lane), (graph, decode), lane
         try:
             yield
         finally:
-            self.axes = before
+            self.axes, self.lane = before
 
     def explain(self, num_tokens: int, *, graph: bool = False, decode: bool = False) -> Explanation:
         """The tier for a forward, and the failed condition of every better one, for a tail without extras.
@@ -91,10 +107,44 @@ class Session:
         """
         return self._explain(Axes(num_tokens=num_tokens, graph=graph, decode=decode), {})
 
+    def reserve(self, max_tokens: int) -> None:
+        """Makes room for `max_tokens` rows in every tier that stages them. Collective, outside forwards.
+
+        The only way in which anything grows. What is replaced stays mapped, since captured graphs and plans in flight
+        still use it.
+
+        Raises:
+            InputError: not a whole number from 1. CaptureError: a graph is being captured.
+            NegotiationError: on every rank alike, some rank has no memory; all is as before.
+        """
+        self._check_open()
+        if type(max_tokens) is not int or not 1 <= max_tokens <= UNLIMITED:
+            raise InputError(f"max_tokens: {max_tokens!r} given; accepted are whole numbers from 1 to {UNLIMITED}")
+        capacities = dict(self.agreement.capacities)
+        for tier, plugin in self._tiers.items():
+            capacities[tier] = max(capacities[tier], plugin.reserve(max_tokens))
+        self.agreement = Agreement(capacities)
+        for tail in self.handles.values():
+            tail.forget_plans()
+
+    def memory(self) -> dict[str, int]:
+        """Bytes of this rank's shared memory by owner, and the multicast objects in use (a count)."""
+        self._check_open()
+        found = {
+            f"{tier.name}: {what}": nbytes
+            for tier, plugin in self._tiers.items()
+            for what, nbytes in plugin.memory().items()
+        }
+        return {**found, "multicast objects": sum(memory.multicast_objects for memory in self._memories)}
+
     def close(self) -> None:
-        """Ends the communicator; handles raise ClosedError from then on. May be called again."""
-        self._closed = True
+        """Ends the communicator; handles raise ClosedError from then on. Local; may be called again."""
+        self.closed = True
+        for plugin in self._tiers.values():
+            plugin.close()
         self._tiers.clear()
+        for memory in self._memories:
+            memory.release()
 
     def __enter__(self: _Self) -> _Self:
         return self
@@ -105,13 +155,13 @@ class Session:
         self.close()
 
     def __repr__(self) -> str:
-        state = "closed" if self._closed else ", ".join(tier.name for tier in self.agreement.capacities)
+        state = "closed" if self.closed else ", ".join(tier.name for tier in self.agreement.capacities)
         return f"<{type(self).__name__} {self.name}, rank {self.rank} of {self.world_size}: {state}>"
 
     # What the handles use.
 
     def _check_open(self) -> None:
-        if self._closed:
+        if self.closed:
             raise ClosedError(f"communicator {self.name} is closed")
 
     def _tier(self, tier: Tier) -> TailTier:
@@ -157,6 +207,30 @@ class Session:
                 f"plan: made by communicator {plan.communicator[0]}, given to {self.name}; "
                 "accepted are plans of the same communicator"
             )
+
+
+def check_name(name: str | None) -> None:
+    """Refuses, with InputError, a name that is no text or that an open communicator of this process has."""
+    if name is None:
+        return
+    if not isinstance(name, str) or not name.strip():
+        raise InputError(f"name: {name!r} given; accepted is a text that is not empty")
+    other = _sessions.get(name)
+    if other is not None and not other.closed:
+        raise InputError(f"name: {name!r} given; accepted are names that no open communicator of this process has")
+
+
+def open_session(name: str) -> Session:
+    """The open communicator of a name.
+
+    Raises:
+        ClosedError: there is none, or it is closed.
+    """
+    session = _sessions.get(name)
+    if session is None or session.closed:
+        state = "does not exist, or was collected" if session is None else "is closed"
+        raise ClosedError(f"communicator {name!r} {state}; a compiled model needs the one it was built with, open")
+    return session
 
 
 def _global_ranks(context: TierContext) -> tuple[int, ...]:

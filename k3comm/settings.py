@@ -144,7 +144,7 @@ class Settings:
     disabled: AbstractSet[Tier | str] = _setting("DISABLE", frozenset(), _disabled)
     enabled: AbstractSet[Tier | str] = _setting("ENABLE", frozenset(), _tiers)
     force: Tier | str | None = _setting("FORCE", None, _tier, none="auto")
-    transport: str = _setting("TRANSPORT", "auto", _one_of("auto", "multicast", "peer", "host"), served=False)
+    transport: str = _setting("TRANSPORT", "auto", _one_of("auto", "multicast", "peer", "host"))
     windows: str | os.PathLike[str] | None = _setting("WINDOWS", None, _text, uniform=False, none="packaged")
     pdl: bool = _setting("PDL", True, _flag, served=False)
     vote_deadline: float = _setting("VOTE_DEADLINE", 60.0, _seconds)

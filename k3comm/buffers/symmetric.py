@@ -1,10 +1,40 @@
-"""What a tier asks of the memory that ranks share."""
+"""Memory that ranks share: what a tier asks of it, the interface that makes it, and how ranks make it together.
+
+A block comes about in stages, so that a failure on one rank is a vote and never a peer that waits:
+
+    allocate   local: this rank's bytes
+    export     local: a handle of fixed length
+    exchange   collective, the caller's: every rank gets every handle
+    import     local: the peers' handles are opened
+    map        local: all blocks become addresses
+
+`establish` goes through them with a vote after each local stage, so every rank goes on or every rank releases. The
+votes are also what makes the next stage safe: a handle may need its owner to stay until every peer has imported it.
+
+Decided against: one call that does it all (a rank that raises inside leaves its peers in the collective), and retries
+(a stage that failed once fails again, at the price of a time-out each).
+"""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
 from enum import Enum, unique
+from typing import TYPE_CHECKING, Final, Protocol
 
 import attrs
+
+if TYPE_CHECKING:
+    import torch
+
+STAGES: Final = ("allocate", "export", "exchange", "import", "map")
+"""The stages in their order. All but "exchange" are local."""
+
+HANDLE_BYTES: Final = 64
+"""Length of every handle. Fixed, since the gather needs equally many bytes on every rank."""
+
+TEXT_BYTES: Final = 384
+"""What a rank can say about its failure, in UTF-8; the rest is cut off. Fixed for the same reason."""
 
 
 @unique
@@ -28,3 +58,137 @@ class BufferRequest:
     block: Block
     nbytes: int
     alignment: int = 16
+
+
+class SymmetricMemory(ABC):
+    """One block of `nbytes` bytes a rank, every rank's reachable from every rank. Made once, in stages.
+
+    Any stage may raise any Exception; afterwards only `release` may be called. Nothing here is collective.
+
+    Attributes:
+        rank, world_size: place in the group, and its size W.
+        multicast_objects: how many of the machine's multicast objects the block takes.
+    """
+
+    rank: int
+    world_size: int
+    multicast_objects: int = 0
+
+    @property
+    @abstractmethod
+    def nbytes(self) -> int:
+        """Bytes of one rank's block, as allocated; 0 before."""
+
+    @abstractmethod
+    def allocate(self, nbytes: int) -> None:
+        """Takes `nbytes` bytes for this rank; zeros. `nbytes` is the same on every rank."""
+
+    @abstractmethod
+    def export(self) -> bytes:
+        """What a peer needs to import this rank's block: HANDLE_BYTES bytes."""
+
+    @abstractmethod
+    def import_(self, handles: Sequence[bytes]) -> None:
+        """Opens every peer's block. `handles`: in rank order, this rank's own among them."""
+
+    @abstractmethod
+    def map(self) -> None:
+        """Makes the blocks addressable. Called once every rank has imported."""
+
+    @abstractmethod
+    def block(self, rank: int) -> torch.Tensor:
+        """The block of `rank`: uint8 [nbytes]. The mapping lives as long as a tensor refers to it.
+
+        Raises:
+            ClosedError: not mapped yet, or released.
+            InputError: no such rank.
+        """
+
+    @abstractmethod
+    def release(self) -> None:
+        """Lets go of everything that any stage took. Idempotent and local; right after any stage, also a failed one."""
+
+
+class ExchangeLike(Protocol):
+    """What `establish` needs of a group; `k3comm.Exchange` has it."""
+
+    @property
+    def rank(self) -> int:
+        """Place in the group."""
+
+    @property
+    def size(self) -> int:
+        """Number of ranks W."""
+
+    def min(self, values: Sequence[int]) -> list[int]:
+        """The element-wise minimum over ranks. Collective."""
+
+    def gather(self, payload: bytes) -> list[bytes]:
+        """Every rank's payload, in rank order; equally many bytes on every rank. Collective."""
+
+
+def establish(
+    memory: SymmetricMemory, nbytes: int, exchange: ExchangeLike, stages: Sequence[str] = STAGES
+) -> str | None:
+    """Makes a block on every rank, or on none. Collective.
+
+    Args:
+        memory: new; this rank's.
+        nbytes: bytes of one rank's block, the same on every rank.
+        exchange: the group.
+        stages: what is left to do: all, or all but "allocate" where that was done, and voted on, before.
+
+    Returns:
+        None: every rank holds the mapped block. Else, the same text on every rank: which ranks failed, in which stage
+        and why; then every rank has released the memory.
+
+    Raises:
+        Exception: only what the exchange raises, where a peer is gone or late; the memory is released then too.
+    """
+    handle = b""
+    handles: list[bytes] = []
+
+    def export() -> None:
+        nonlocal handle
+        handle = memory.export()
+        if len(handle) != HANDLE_BYTES:
+            raise ValueError(f"a handle of {len(handle)} bytes; {HANDLE_BYTES} are required")
+
+    local: dict[str, Callable[[], None]] = {
+        "allocate": lambda: memory.allocate(nbytes),
+        "export": export,
+        "import": lambda: memory.import_(handles),
+        "map": memory.map,
+    }
+    agreed = False
+    try:
+        for stage in stages:
+            if stage not in local:
+                handles = exchange.gather(handle)
+            elif (refusal := _attempt(stage, local[stage], exchange)) is not None:
+                return refusal
+        agreed = True
+        return None
+    finally:
+        if not agreed:
+            memory.release()
+
+
+def _attempt(stage: str, act: Callable[[], None], exchange: ExchangeLike) -> str | None:
+    """One local stage and its vote."""
+    failure = ""
+    try:
+        act()
+    except Exception as error:  # whatever it is: a rank that leaves here would leave its peers waiting
+        failure = f"rank {exchange.rank}: {stage}: {_describe(error)}"
+    if exchange.min([int(not failure)])[0] == 1:
+        return None
+    texts = exchange.gather(failure.encode(errors="replace")[:TEXT_BYTES].ljust(TEXT_BYTES, b"\0"))
+    return "; ".join(text.rstrip(b"\0").decode(errors="ignore") for text in texts if text.strip(b"\0"))
+
+
+def _describe(error: Exception) -> str:
+    try:
+        return f"{type(error).__name__}: {' '.join(str(error).split())}"
+    except Exception:  # not even its text may keep this rank from the vote
+        return type(error).__name__

@@ -43,6 +43,41 @@ def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
     return torch.nn.functional.rms_norm(x, x.shape[-1:], weight.float(), eps)
 
 
+def split_norm(x: Tensor, weight: Tensor | None, eps: float) -> tuple[Tensor, Tensor | None]:
+    """RMSNorm in two factors, for an epilogue that applies the second one after the projection.
+
+    Args:
+        x: [m, n], fp32. weight: [n], or None for a layer without norm.
+
+    Returns:
+        x * weight [m, n] and rsqrt(mean square + eps) [m, 1], both fp32; x and None without a weight.
+    """
+    if weight is None:
+        return x, None
+    return x * weight.float(), torch.rsqrt(x.square().mean(dim=1, keepdim=True) + eps)
+
+
+def project_rows(z: Tensor, weight: Tensor) -> Tensor:
+    """z @ weight.T in fp32, each row by itself: a row's bits depend neither on m nor on its place among the rows.
+
+    Args:
+        z: [m, L], fp32. weight: [N, L], BF16 or fp32, on CPU.
+
+    Returns:
+        [m, N], fp32.
+    """
+    rows = max(1, PROJECTION_BLOCK_BYTES // (4 * weight.shape[1]))
+    out = z.new_empty(z.shape[0], weight.shape[0])
+    # Always through the same buffer: a BLAS may choose its order by the address that it is given.
+    row = torch.empty(z.shape[1])
+    for first in range(0, weight.shape[0], rows):
+        block = weight[first : first + rows].float()
+        for token in range(z.shape[0]):
+            row.copy_(z[token])
+            out[token, first : first + rows] = torch.mv(block, row)
+    return out
+
+
 def project(z: Tensor, weight: Tensor, *, precise: bool = False) -> Tensor:
     """z @ weight.T with fp32 accumulation and an fp32 result.
 

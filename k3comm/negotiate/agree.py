@@ -6,14 +6,16 @@ all ranks hold, so all of them raise it, with the same text.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import attrs
 import torch
 
+from k3comm.buffers.symmetric import Block, SymmetricMemory
 from k3comm.errors import InputError, NegotiationError
 from k3comm.facts import Facts
 from k3comm.negotiate.ballot import ballot
+from k3comm.negotiate.blocks import BlockPlan, plan_blocks
 from k3comm.negotiate.decide import Ballot, Decision, decide, disagreement
 from k3comm.negotiate.exchange import Exchange
 from k3comm.negotiate.probe import probe
@@ -23,13 +25,17 @@ from k3comm.settings import Settings
 from k3comm.spec import LatentMoESpec, ParallelLayout
 from k3comm.tiers import Tier, WindowsChoice, choose_windows, load_windows
 
-LANES = 1
-"""Micro-batches in flight that this version serves: more need mailboxes of their own."""
+MAX_LANES = 8
+"""Micro-batches in flight at most: each has mailboxes of its own."""
 
 
 @attrs.frozen(kw_only=True)
 class Local:
-    """This rank before the vote."""
+    """This rank before the vote.
+
+    Attributes:
+        blocks, memories: where shared memory lies, and what of it this rank has allocated.
+    """
 
     facts: Facts
     spec: LatentMoESpec
@@ -37,6 +43,14 @@ class Local:
     settings: Settings
     choice: WindowsChoice
     ballot: Ballot
+    lanes: int = 1
+    blocks: BlockPlan = attrs.field(factory=lambda: BlockPlan({}))
+    memories: Mapping[Block, SymmetricMemory] = attrs.field(factory=dict)
+
+    def release(self) -> None:
+        """Lets go of the memory."""
+        for memory in self.memories.values():
+            memory.release()
 
 
 def prepare_local(
@@ -49,8 +63,9 @@ def prepare_local(
     device: torch.device,
     backends: dict[str, str],
     world_size: int,
+    new_memory: Callable[[], SymmetricMemory],
 ) -> Local:
-    """Validates, reads the environment and the windows, and looks at this rank. Talks to nobody.
+    """Validates, reads the environment and the windows, looks at this rank, allocates. Talks to nobody.
 
     Raises:
         K3CommError: what is wrong with this rank's arguments, environment or files.
@@ -71,8 +86,8 @@ def prepare_local(
         raise InputError(
             f"operations: {operations!r} given; this version serves {', '.join(f'{o.__name__}()' for o in SERVED)}"
         )
-    if lanes != LANES:
-        raise InputError(f"lanes: {lanes!r} given; this version serves {LANES}")
+    if type(lanes) is not int or not 1 <= lanes <= MAX_LANES:
+        raise InputError(f"lanes: {lanes!r} given; accepted are 1 to {MAX_LANES}")
     if world_size > 1 and device.type not in backends:
         raise InputError(
             f"device: {device} given, or detected; the group's backends serve {', '.join(sorted(backends))}"
@@ -90,19 +105,48 @@ def prepare_local(
     )
     settings = settings.with_file(choice.windows.settings, choice.windows.source)
     settings.check_served()
+    asked = tuple(operations)
+    blocks = plan_blocks(spec, layout, settings, asked, lanes=lanes, world_size=world_size)
+    memories = _allocate(blocks, facts, new_memory)
+    unallocated = {
+        tier: blocks.nbytes[place.block] >> 20
+        for tier, place in blocks.places.items()
+        if place.block not in memories and facts.device == "cpu" and facts.host_memory
+    }
     return Local(
         facts=facts,
         spec=spec,
         layout=layout,
         settings=settings,
         choice=choice,
-        ballot=ballot(facts, spec, layout, settings, tuple(operations), choice.windows, lanes=lanes),
+        ballot=ballot(facts, spec, layout, settings, asked, choice.windows, lanes=lanes, unallocated=unallocated),
+        lanes=lanes,
+        blocks=blocks,
+        memories=memories,
     )
+
+
+def _allocate(
+    blocks: BlockPlan, facts: Facts, new_memory: Callable[[], SymmetricMemory]
+) -> dict[Block, SymmetricMemory]:
+    """This rank's part of each block. What can't be had is absent: the vote then refuses the tiers that need it."""
+    memories: dict[Block, SymmetricMemory] = {}
+    if facts.device != "cpu" or not facts.host_memory:
+        return memories
+    for block, nbytes in blocks.nbytes.items():
+        memory = new_memory()
+        try:
+            memory.allocate(nbytes)
+        except OSError:
+            memory.release()
+        else:
+            memories[block] = memory
+    return memories
 
 
 def agree(
     prepare: Callable[[], Local], exchange_within: Callable[[float], Exchange], world_size: int
-) -> tuple[Local, Decision]:
+) -> tuple[Local, Decision, Exchange]:
     """Votes on what `prepare` gives.
 
     Args:
@@ -124,18 +168,28 @@ def agree(
             raise
         mine, cause, deadline = Ballot(failure=f"{type(error).__name__}: {error}"), error, Settings().vote_deadline
     exchange = exchange_within(deadline)
-    decision = decide(exchange.min(mine.matrix(exchange.rank)), world_size)
-    if decision.failed or decision.mismatched or local is None:
-        texts = exchange.gather(mine.text(decision.mismatched))
-        raise NegotiationError(disagreement(decision, texts)) from cause
-    if decision.shared_devices and not local.settings.allow_shared_device:
-        raise NegotiationError(shared_devices_text(decision))
-    force = local.settings.force
+    try:
+        decision = decide(exchange.min(mine.matrix(exchange.rank)), world_size)
+        if decision.failed or decision.mismatched or local is None:
+            texts = exchange.gather(mine.text(decision.mismatched))
+            raise NegotiationError(disagreement(decision, texts)) from cause
+        if decision.shared_devices and not local.settings.allow_shared_device:
+            raise NegotiationError(shared_devices_text(decision))
+        check_force(local.settings, decision)
+    except BaseException:
+        if local is not None:
+            local.release()
+        raise
+    return local, decision, exchange
+
+
+def check_force(settings: Settings, decision: Decision) -> None:
+    """Raises NegotiationError, alike on every rank, if the tier that is asked for by name is not agreed."""
+    force = settings.force
     if isinstance(force, Tier) and force not in decision.capacities:
         raise NegotiationError(
-            f"force ({local.settings.sources['force']}): {force.name} is not agreed; {decision.refusal(force)}"
+            f"force ({settings.sources['force']}): {force.name} is not agreed; {decision.refusal(force)}"
         )
-    return local, decision
 
 
 def _instance(name: str, value: object, kind: type) -> None:

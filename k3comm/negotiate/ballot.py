@@ -11,6 +11,7 @@ import attrs
 
 import k3comm
 from k3comm.facts import Facts, Reason, Verdict
+from k3comm.negotiate.blocks import excluded
 from k3comm.negotiate.decide import Ballot
 from k3comm.operations import Operation
 from k3comm.settings import Settings
@@ -30,8 +31,12 @@ def ballot(
     windows: Windows[Tier],
     *,
     lanes: int,
+    unallocated: Mapping[Tier, int] | None = None,
 ) -> Ballot:
-    """This rank's ballot. Pure but for the hash of the library's own files."""
+    """This rank's ballot. Pure but for the hash of the library's own files.
+
+    `unallocated`: the MiB that could not be had, by the tiers that need them.
+    """
     present = plugins()
     return Ballot(
         fields={
@@ -45,7 +50,12 @@ def ballot(
         },
         host=facts.host,
         device_uuid=str(facts.device_uuid) if facts.device_uuid else "",
-        verdicts={tier: word(tier, present.get(tier), facts, spec, layout, settings, operations) for tier in Tier},
+        verdicts={
+            tier: _out_of_memory(unallocated[tier])
+            if unallocated and tier in unallocated
+            else word(tier, present.get(tier), facts, spec, layout, settings, operations)
+            for tier in Tier
+        },
     )
 
 
@@ -60,19 +70,20 @@ def word(
 ) -> tuple[Verdict, Verdict]:
     """A rank's verdict on one tier, on one host and across hosts: what goes for every tier first, then its own."""
     fallback = tier is max(Tier)
-    general = (
-        (plugin is None, Reason.ABSENT),
-        (tier in settings.disabled, Reason.DISABLED),
-        (plugin is not None and plugin.opt_in and tier not in settings.enabled, Reason.NOT_ENABLED),
-        (facts.world_size == 1 and not fallback, Reason.ONE_RANK),
-        (not layout.equal_tokens and not fallback, Reason.UNEQUAL_TOKENS),
-    )
-    for holds, reason in general:
-        if holds:
-            return Verdict.no(reason), Verdict.no(reason)
-    if plugin is None:  # not reached: ABSENT came first
-        raise LookupError(tier)
+    reason = Reason.ABSENT if plugin is None else excluded(tier, plugin, settings)
+    if reason is None and not fallback and facts.world_size == 1:
+        reason = Reason.ONE_RANK
+    if reason is None and not fallback and not layout.equal_tokens:
+        reason = Reason.UNEQUAL_TOKENS
+    if plugin is None or reason is not None:
+        no = Verdict.no(reason or Reason.ABSENT)
+        return no, no
     return plugin.verdict(facts, spec, layout, settings, operations)
+
+
+def _out_of_memory(mib: int) -> tuple[Verdict, Verdict]:
+    no = Verdict.no(Reason.OUT_OF_MEMORY, mib)
+    return no, no
 
 
 @cache

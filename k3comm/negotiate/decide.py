@@ -118,6 +118,7 @@ class Decision:
         shared_devices: for each GPU that several ranks are on, those ranks.
         capacities: rows by tier, of the tiers that all can do.
         refusals: who said no to what, in tier and rank order.
+        failures: agreed tiers that could not be armed, and why; the same text on every rank.
     """
 
     world_size: int
@@ -127,6 +128,7 @@ class Decision:
     shared_devices: tuple[tuple[int, ...], ...]
     capacities: Mapping[Tier, int] = attrs.field(converter=by_key)
     refusals: tuple[Refusal, ...]
+    failures: Mapping[Tier, str] = attrs.field(factory=dict, converter=by_key)
 
     @property
     def one_host(self) -> bool:
@@ -137,8 +139,15 @@ class Decision:
         """The agreed tiers."""
         return Agreement(self.capacities)
 
+    def armed(self, failures: Mapping[Tier, str]) -> Decision:
+        """The decision less the tiers that could not be armed."""
+        kept = {tier: rows for tier, rows in self.capacities.items() if tier not in failures}
+        return attrs.evolve(self, capacities=kept, failures=failures)
+
     def refusal(self, tier: Tier) -> str:
         """Who said no to a tier and why, ranks of the same reason together; "" if nobody did."""
+        if tier in self.failures:
+            return self.failures[tier]
         ranks: dict[str, list[int]] = {}
         for one in self.refusals:
             if one.tier is tier:

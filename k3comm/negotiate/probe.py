@@ -33,6 +33,7 @@ def probe(device: torch.device, *, world_size: int, backend: str, host_identity:
         device_uuid=_ask(lambda: str(torch.cuda.get_device_properties(device).uuid)) if on_gpu else "",
         compute_capability=_ask(lambda: torch.cuda.get_device_capability(device)) if on_gpu else None,
         free_memory=_ask((lambda: torch.cuda.mem_get_info(device)[0]) if on_gpu else _host_memory),
+        host_memory=_ask(_can_share_memory),
         driver=_ask(_driver_version),
         world_size=world_size,
         backend=backend,
@@ -59,6 +60,15 @@ def _ask(question: Callable[[], T]) -> T | Unknown:
 
 def _host_memory() -> int:
     return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def _can_share_memory() -> bool:
+    file = os.memfd_create("k3comm-probe", os.MFD_CLOEXEC)
+    try:
+        os.close(os.open(f"/proc/self/fd/{file}", os.O_RDWR | os.O_CLOEXEC))
+    finally:
+        os.close(file)
+    return True
 
 
 def _driver_version() -> str:

@@ -4,6 +4,8 @@
   and where. `current_rank` tells a rank who it is, `start_server` takes the first launch's waiting out of a timed test.
 - `assert_identical` holds when all ranks' values are the same, bit for bit.
 - `laptop_facts` and `h200_facts` build the facts of a rank on such a machine.
+- `FakeMachine` makes shared memory that fails by a plan of `Fault`s (rank, stage, n-th call), and counts; with
+  `thread_exchanges` the ranks of a negotiation may be threads.
 - `load_truth_table` reads what a selector must choose from a CSV file.
 
     def total(value: int) -> int:
@@ -23,13 +25,18 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from k3comm.testing._facts import h200_facts, laptop_facts
     from k3comm.testing._identical import assert_identical
+    from k3comm.testing._memory import FakeMachine, FakeMemory, Fault, ThreadExchange, thread_exchanges
     from k3comm.testing._rank import RankContext, current_rank
     from k3comm.testing._ranks import RanksFailed, run_ranks, start_server
     from k3comm.testing._table import TruthRow, load_truth_table
 
 __all__ = [
+    "FakeMachine",
+    "FakeMemory",
+    "Fault",
     "RankContext",
     "RanksFailed",
+    "ThreadExchange",
     "TruthRow",
     "assert_identical",
     "current_rank",
@@ -38,11 +45,16 @@ __all__ = [
     "load_truth_table",
     "run_ranks",
     "start_server",
+    "thread_exchanges",
 ]
 
 _HOME = {
+    "FakeMachine": "_memory",
+    "FakeMemory": "_memory",
+    "Fault": "_memory",
     "RankContext": "_rank",
     "RanksFailed": "_ranks",
+    "ThreadExchange": "_memory",
     "TruthRow": "_table",
     "assert_identical": "_identical",
     "current_rank": "_rank",
@@ -51,6 +63,7 @@ _HOME = {
     "load_truth_table": "_table",
     "run_ranks": "_ranks",
     "start_server": "_ranks",
+    "thread_exchanges": "_memory",
 }
 
 

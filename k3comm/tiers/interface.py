@@ -16,6 +16,7 @@ from k3comm.facts import Facts, Verdict
 from k3comm.operations import TailArguments
 from k3comm.settings import Settings
 from k3comm.spec import LatentMoESpec, ParallelLayout
+from k3comm.tiers.select import UNLIMITED
 from k3comm.tiers.tier import Numerics, Tier
 
 if TYPE_CHECKING:
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch.distributed import ProcessGroup
 
-    from k3comm.buffers.symmetric import BufferRequest
+    from k3comm.buffers.symmetric import BufferRequest, SymmetricMemory
     from k3comm.operations import Operation
 
 Project = Callable[["Tensor"], "Tensor"]
@@ -41,6 +42,9 @@ class TierContext:
         rank, world_size: place in the group, and its size W.
         device: where tensors live.
         dtype: torch's name of the spec's dtype.
+        lanes: micro-batches in flight.
+        memory, offset: the mapped block that holds what the tier's `footprint` asked for, and where in every rank's
+            block it starts; None and 0 for a tier without footprint.
     """
 
     spec: LatentMoESpec
@@ -50,6 +54,10 @@ class TierContext:
     world_size: int
     device: torch.device
     dtype: torch.dtype
+    lanes: int = 1
+    memory: SymmetricMemory | None = None
+    offset: int = 0
+    establish: Callable[[int], SymmetricMemory | str] | None = None
 
 
 @attrs.frozen(kw_only=True, eq=False)
@@ -108,6 +116,7 @@ class TailCall:
         next_norm_weight: [H], or None.
         normed: where the next RMSNorm goes, in the result's shape; None without `next_norm_weight`.
         latent: [m, L], the sum of all ranks' routed parts, where it was reduced before; then `routed` is not read.
+        lane: the micro-batch, of `TierContext.lanes`. layer: the layer's index, for errors.
     """
 
     routed: Tensor
@@ -118,6 +127,8 @@ class TailCall:
     next_norm_weight: Tensor | None = None
     normed: Tensor | None = None
     latent: Tensor | None = None
+    lane: int = 0
+    layer: int = 0
 
 
 class TailTier(ABC):
@@ -150,9 +161,14 @@ class TailTier(ABC):
     @classmethod
     @abstractmethod
     def footprint(
-        cls, spec: LatentMoESpec, layout: ParallelLayout, operations: tuple[Operation, ...], lanes: int
+        cls,
+        spec: LatentMoESpec,
+        layout: ParallelLayout,
+        operations: tuple[Operation, ...],
+        lanes: int,
+        world_size: int,
     ) -> BufferRequest | None:
-        """The shared memory it needs; None if none. Pure, and the same on every rank."""
+        """The shared memory it needs; None if none, also where it could not run. Pure, the same on every rank."""
 
     @classmethod
     @abstractmethod
@@ -161,7 +177,7 @@ class TailTier(ABC):
 
     @abstractmethod
     def prepare(self, context: TierContext) -> None:
-        """Compiles, allocates views, arms; once, after the vote. Collective steps go through the context only."""
+        """Compiles, makes views, fills; once, after the vote. Local: a vote of all ranks follows before any call."""
 
     @abstractmethod
     def self_check(self, context: TierContext) -> Verdict:
@@ -174,3 +190,14 @@ class TailTier(ABC):
     @abstractmethod
     def run(self, call: TailCall) -> Tensor:
         """The work: [m, H], or [ceil(m/W), H] with output="rows". Fills `call.normed` if it is there."""
+
+    def reserve(self, rows: int) -> int:
+        """Makes room for `rows` rows; the rows it can take then. Collective, outside forwards."""
+        return UNLIMITED
+
+    def memory(self) -> dict[str, int]:
+        """Bytes of shared memory on this rank by what they are for."""
+        return {}
+
+    def close(self) -> None:  # noqa: B027 - most tiers hold nothing
+        """Lets go of what it holds. Local."""

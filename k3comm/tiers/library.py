@@ -17,12 +17,13 @@ from torch.distributed.distributed_c10d import _coalescing_manager
 
 from k3comm.buffers.symmetric import BufferRequest
 from k3comm.errors import CommunicationTimeoutError, InputError
-from k3comm.facts import Facts, Reason, Verdict
-from k3comm.kernels import dense, reference
+from k3comm.facts import Facts, Verdict
+from k3comm.kernels import dense
 from k3comm.operations import Operation, TailArguments
 from k3comm.settings import Settings
 from k3comm.spec import LatentMoESpec, ParallelLayout
 from k3comm.tiers.interface import Plan, TailCall, TailTier, TailWeights, TierContext
+from k3comm.tiers.self_check import exact_integers
 
 # torch 2.13 renamed it and warns on every call of the old name.
 _all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -103,7 +104,12 @@ class LibraryTier(TailTier):
 
     @classmethod
     def footprint(
-        cls, spec: LatentMoESpec, layout: ParallelLayout, operations: tuple[Operation, ...], lanes: int
+        cls,
+        spec: LatentMoESpec,
+        layout: ParallelLayout,
+        operations: tuple[Operation, ...],
+        lanes: int,
+        world_size: int,
     ) -> BufferRequest | None:
         return None
 
@@ -116,39 +122,7 @@ class LibraryTier(TailTier):
         self._collectives = Collectives(context)
 
     def self_check(self, context: TierContext) -> Verdict:
-        """Integers in floats, few rows: library sums are exact whatever their order, so the result is too."""
-        spec, rows = context.spec, 2 * context.world_size + 1
-        case = reference.integer_case(
-            context.world_size, rows, spec.hidden_size, spec.latent_size, dtype=context.dtype, seed=0, norm=False
-        ).to(context.device)
-        weights = TailWeights(
-            norm_weight=None,
-            up_weight=case.up_weight,
-            up_bias=None,
-            routed_scale=1.0,
-            project=None,
-            precise=False,
-            sharded=False,
-        )
-        plan = Plan(
-            num_tokens=rows,
-            graph=False,
-            decode=False,
-            tier=self.name,
-            forced=True,
-            output="full",
-            next_norm=False,
-            communicator=("self-check", 0),
-        )
-        call = TailCall(
-            routed=case.routed[context.rank],
-            shared=case.shared[context.rank],
-            residual=case.residual,
-            plan=plan,
-            weights=weights,
-        )
-        right = torch.equal(self.run(call), reference.round_once(case.truth(), context.dtype))
-        return Verdict.yes() if right else Verdict.no(Reason.SELF_CHECK)
+        return exact_integers(self, context, 2 * context.world_size + 1)
 
     def lane(self, plan: Plan) -> Tensor | None:
         return None

@@ -15,7 +15,7 @@ from k3comm.negotiate import agree
 from k3comm.negotiate.exchange import Exchange, GroupExchange
 from k3comm.tiers.column_parallel import Plugin as ColumnParallel
 
-SPEC = LatentMoESpec(hidden_size=48, latent_size=24, top_k=2, dtype="float32")
+SPEC = LatentMoESpec(hidden_size=96, latent_size=24, top_k=2, dtype="float32")
 SkipAllUnless = Callable[[bool, str], None]
 
 
@@ -75,7 +75,7 @@ def test_all_ranks_hold_the_same_report(world_size: int, rank: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("field", "value"), [("max_tokens", 4096), ("hidden_size", 96), ("dtype", "bfloat16"), ("rms_eps", 1e-6)]
+    ("field", "value"), [("max_tokens", 4096), ("hidden_size", 192), ("dtype", "bfloat16"), ("rms_eps", 1e-6)]
 )
 def test_a_field_that_differs_names_itself_values_and_ranks(
     world_size: int, rank: int, field: str, value: object
@@ -142,11 +142,11 @@ def test_bad_arguments_travel_in_the_vote(
 
 
 def test_a_setting_that_nothing_consumes_is_refused() -> None:
-    settings = Settings(transport="peer")
+    settings = Settings(check_uniform=True)
     text = refused_alike(
         k3comm.NegotiationError, lambda: Communicator.negotiate(SPEC, dist.group.WORLD, settings=settings)
     )
-    assert "transport (argument): nothing in this version consumes it" in text
+    assert "check_uniform (argument): nothing in this version consumes it" in text
 
 
 def test_a_refusing_rank_is_named_and_nobody_uses_the_tier(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -161,7 +161,7 @@ def test_a_refusing_rank_is_named_and_nobody_uses_the_tier(rank: int, monkeypatc
         why = comm.report.decision.refusal(Tier.COLUMN_PARALLEL)
         assert texts(why) == ["rank 1: hidden_size is not a multiple of 7"] * comm.world_size
         assert "not COLUMN_PARALLEL: not agreed: rank 1: hidden_size" in str(comm.explain(1))
-        tail = comm.moe_tail(layer_index=99, up_weight=torch.zeros(48, 24))
+        tail = comm.moe_tail(layer_index=99, up_weight=torch.zeros(96, 24))
         with pytest.raises(k3comm.TierUnavailableError, match="COLUMN_PARALLEL: not agreed: rank 1"):
             tail.plan(1, tier=Tier.COLUMN_PARALLEL)
         finishes(comm)
@@ -172,7 +172,7 @@ def test_the_smallest_capacity_counts(rank: int, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(ColumnParallel, "verdict", classmethod(lambda cls, *args: (rows, rows)))
     with Communicator.negotiate(SPEC, dist.group.WORLD) as comm:
         assert comm.agreement.capacities[Tier.COLUMN_PARALLEL] == 100
-        tail = comm.moe_tail(layer_index=0, up_weight=torch.zeros(48 // comm.world_size, 24))
+        tail = comm.moe_tail(layer_index=0, up_weight=torch.zeros(96 // comm.world_size, 24))
         assert tail.plan(100, tier=Tier.COLUMN_PARALLEL).tier is Tier.COLUMN_PARALLEL
         with pytest.raises(k3comm.TierUnavailableError, match="101 tokens exceed the 100 that all ranks can take"):
             tail.plan(101, tier=Tier.COLUMN_PARALLEL)
@@ -188,16 +188,16 @@ def test_hosts_that_differ_choose_the_other_verdict(rank: int, world_size: int) 
 
 def test_a_forced_tier_is_used_or_refused_everywhere(rank: int) -> None:
     with Communicator.negotiate(SPEC, dist.group.WORLD, settings=Settings(force=Tier.COLUMN_PARALLEL)) as comm:
-        tail = comm.moe_tail(layer_index=0, up_weight=torch.zeros(48, 24))
+        tail = comm.moe_tail(layer_index=0, up_weight=torch.zeros(96, 24))
         assert tail.plan(1).tier is Tier.COLUMN_PARALLEL
         assert comm.explain(1).forced
-        precise = comm.moe_tail(layer_index=1, up_weight=torch.zeros(48, 24), precise=True)
+        precise = comm.moe_tail(layer_index=1, up_weight=torch.zeros(96, 24), precise=True)
         assert precise.plan(1, output="rows").tier is Tier.COLUMN_PARALLEL
     text = refused_alike(
         k3comm.NegotiationError,
-        lambda: Communicator.negotiate(SPEC, dist.group.WORLD, settings=Settings(force=Tier.TAIL_FUSION)),
+        lambda: Communicator.negotiate(SPEC, dist.group.WORLD, settings=Settings(force=Tier.MULTIMEM_AR)),
     )
-    assert "force (argument): TAIL_FUSION is not agreed; not part of this version" in text
+    assert "force (argument): MULTIMEM_AR is not agreed; not part of this version" in text
 
 
 def test_a_disabled_tier_is_never_used() -> None:
@@ -252,14 +252,14 @@ def test_two_communicators_in_one_process() -> None:
     for seed in range(2):
         finishes(base, seed)
         finishes(draft, seed)
-    tail = base.moe_tail(layer_index=50, up_weight=torch.zeros(48, 24))
+    tail = base.moe_tail(layer_index=50, up_weight=torch.zeros(96, 24))
     other = draft.moe_tail(layer_index=50, up_weight=torch.zeros(24, 16, dtype=torch.bfloat16))
     with pytest.raises(k3comm.PlanError, match=f"made by communicator {draft.name}, given to {base.name}"):
-        tail(torch.zeros(1, 24), torch.zeros(1, 48), plan=other.plan(1))
+        tail(torch.zeros(1, 24), torch.zeros(1, 96), plan=other.plan(1))
     base.close()
     base.close()
     with pytest.raises(k3comm.ClosedError, match=f"communicator {base.name} is closed"):
-        tail(torch.zeros(1, 24), torch.zeros(1, 48))
+        tail(torch.zeros(1, 24), torch.zeros(1, 96))
     finishes(draft, 7)
     draft.close()
 
@@ -291,12 +291,21 @@ class CountingExchange:
 def test_an_exchange_of_the_engines_own_carries_the_vote(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
     exchange = CountingExchange(dist.new_group(list(range(dist.get_world_size()))))
     assert isinstance(exchange, Exchange)
-    with Communicator.negotiate(SPEC, dist.group.WORLD, exchange=exchange) as comm:
+    nothing_shared = Settings(transport="peer")
+    with Communicator.negotiate(SPEC, dist.group.WORLD, exchange=exchange, settings=nothing_shared) as comm:
         assert exchange.calls == [("min", 16 * 64)]  # one collective on the good path, of a fixed size
         finishes(comm)
+    exchange.calls.clear()
+    shared = attrs.evolve(SPEC, dtype="bfloat16")
+    with Communicator.negotiate(shared, dist.group.WORLD, exchange=exchange) as comm:
+        assert {Tier.TAIL_FUSION, Tier.PEER_AR} <= set(comm.agreement.capacities)
+        block = [("min", 1), ("gather", 64), ("min", 1), ("min", 1)]  # export, exchange, import, map
+        assert exchange.calls == [("min", 16 * 64), *block, *block, ("min", len(Tier))]
+        finishes(comm)
+    exchange.calls.clear()
     spec = attrs.evolve(SPEC, top_k=2 + rank)
     refused_alike(k3comm.NegotiationError, lambda: Communicator.negotiate(spec, dist.group.WORLD, exchange=exchange))
-    assert exchange.calls[1:] == [("min", 16 * 64), ("gather", 16384)]
+    assert exchange.calls == [("min", 16 * 64), ("gather", 16384)]
     exchange.size += 1
     with pytest.raises(k3comm.InputError, match="accepted is the same place in both"):
         Communicator.negotiate(SPEC, dist.group.WORLD, exchange=exchange)

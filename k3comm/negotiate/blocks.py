@@ -1,0 +1,79 @@
+"""Where the tiers' shared memory lies. Pure, and the same on every rank.
+
+Every block is laid out for each tier that the settings allow, whether or not this rank can run it: offsets and sizes
+must be equal everywhere, and a tier that somebody lacks is known only after the vote.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import attrs
+
+from k3comm.buffers.symmetric import Block
+from k3comm.facts import Reason
+from k3comm.operations import Operation
+from k3comm.settings import Settings
+from k3comm.spec import LatentMoESpec, ParallelLayout
+from k3comm.tiers import Tier, plugins
+from k3comm.tiers.interface import TailTier
+from k3comm.tiers.windows import by_key
+
+
+@attrs.frozen
+class Place:
+    """A tier's part of a block, in bytes."""
+
+    block: Block
+    offset: int
+    nbytes: int
+
+
+@attrs.frozen
+class BlockPlan:
+    """The places by tier, and the size of each block, in bytes; a block that nobody needs is absent."""
+
+    places: Mapping[Tier, Place] = attrs.field(converter=by_key)
+
+    @property
+    def nbytes(self) -> dict[Block, int]:
+        """Bytes by block."""
+        sizes: dict[Block, int] = {}
+        for place in self.places.values():
+            sizes[place.block] = max(sizes.get(place.block, 0), place.offset + place.nbytes)
+        return sizes
+
+
+def excluded(tier: Tier, plugin: type[TailTier], settings: Settings) -> Reason | None:
+    """Why the settings rule a tier out, whatever the machine."""
+    if tier in settings.disabled:
+        return Reason.DISABLED
+    if plugin.opt_in and tier not in settings.enabled:
+        return Reason.NOT_ENABLED
+    if settings.transport != "auto" and not plugin.transports & {"library", settings.transport}:
+        return Reason.TRANSPORT
+    return None
+
+
+def plan_blocks(
+    spec: LatentMoESpec,
+    layout: ParallelLayout,
+    settings: Settings,
+    operations: tuple[Operation, ...],
+    *,
+    lanes: int,
+    world_size: int,
+) -> BlockPlan:
+    """The places of all tiers that the settings allow."""
+    places: dict[Tier, Place] = {}
+    ends = dict.fromkeys(Block, 0)
+    if world_size == 1 or not layout.equal_tokens:
+        return BlockPlan({})
+    for tier, plugin in plugins().items():
+        request = plugin.footprint(spec, layout, operations, lanes, world_size)
+        if request is None or excluded(tier, plugin, settings) is not None:
+            continue
+        offset = -(-ends[request.block] // request.alignment) * request.alignment
+        places[tier] = Place(request.block, offset, request.nbytes)
+        ends[request.block] = offset + request.nbytes
+    return BlockPlan(places)

@@ -1,0 +1,142 @@
+"""TAIL_FUSION: the whole decode tail over mailboxes, each hop one publication that is its own flag.
+
+    1  publish the latent partial sums to every rank, the shared ones to the rank that owns the columns
+    2  clear what the call before used, while the peers' data is on its way
+    3  sum what arrives in rank order in fp32; the mean square is that of the sums
+    4  project this rank's H/W rows of W_up on s * g; r = rsqrt(mean square) multiplies afterwards
+    5  add shared sum, bias and residual in fp32, round once, publish the finished columns to every rank
+    6  gather: copy out, and empty the mailbox
+
+Every row is projected by itself, in one order whatever m is: the same row gives the same bits in any batch, on every
+rank. On the host the mailboxes are host memory; protocol and generations are `buffers/mailbox.py`'s.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from k3comm.buffers.mailbox import FRAGMENT, MailboxLayout, MailboxPool, mailbox_bytes
+from k3comm.buffers.symmetric import Block, BufferRequest
+from k3comm.facts import Facts, Reason, Verdict
+from k3comm.kernels import dense
+from k3comm.operations import Operation, TailArguments
+from k3comm.settings import Settings
+from k3comm.spec import LatentMoESpec, ParallelLayout
+from k3comm.tiers.host import host_verdict
+from k3comm.tiers.interface import Plan, TailCall, TailTier, TierContext
+from k3comm.tiers.self_check import exact_integers
+from k3comm.tiers.tier import Numerics, Tier
+
+MAX_ROWS = 64
+"""Rows that the mailboxes hold: past that the large-batch tiers are better at every world size."""
+
+
+class Plugin(TailTier):
+    """The fused tail."""
+
+    name: ClassVar[Tier] = Tier.TAIL_FUSION
+    numerics: ClassVar[Numerics] = Numerics.K0
+    transports: ClassVar[frozenset[str]] = frozenset({"host"})
+
+    _context: TierContext
+    _pool: MailboxPool
+
+    @classmethod
+    def verdict(
+        cls,
+        facts: Facts,
+        spec: LatentMoESpec,
+        layout: ParallelLayout,
+        settings: Settings,
+        operations: tuple[Operation, ...],
+    ) -> tuple[Verdict, Verdict]:
+        return _shape_verdict(spec, facts.world_size) or host_verdict(facts, spec, MAX_ROWS), Verdict.no(
+            Reason.ACROSS_HOSTS
+        )
+
+    @classmethod
+    def footprint(
+        cls,
+        spec: LatentMoESpec,
+        layout: ParallelLayout,
+        operations: tuple[Operation, ...],
+        lanes: int,
+        world_size: int,
+    ) -> BufferRequest | None:
+        if spec.dtype != "bfloat16" or _shape_verdict(spec, world_size) is not None:
+            return None
+        nbytes = mailbox_bytes(spec, world_size, MAX_ROWS, lanes)
+        return BufferRequest(block=Block.DECODE, nbytes=nbytes, alignment=128)
+
+    @classmethod
+    def refusal(cls, arguments: TailArguments, spec: LatentMoESpec, world_size: int) -> str | None:
+        if arguments.projected:
+            return "its projection is part of the fusion, and this layer brings its own (project=)"
+        if arguments.output == "rows":
+            return 'it finishes columns, not rows (output="rows")'
+        return None
+
+    def prepare(self, context: TierContext) -> None:
+        if context.memory is None:
+            raise LookupError("TAIL_FUSION was given no memory")
+        self._context = context
+        self._pool = MailboxPool(
+            context.memory,
+            MailboxLayout.of(context.spec, world_size=context.world_size, max_rows=MAX_ROWS, lanes=context.lanes),
+            offset=context.offset,
+            poll_deadline=context.settings.poll_deadline,
+        )
+        self._pool.fill()
+
+    def memory(self) -> dict[str, int]:
+        return {"mailboxes": self._pool.layout.nbytes}
+
+    def self_check(self, context: TierContext) -> Verdict:
+        return exact_integers(self, context, min(MAX_ROWS, 2 * context.world_size + 1))
+
+    def lane(self, plan: Plan) -> Tensor | None:
+        return None
+
+    def run(self, call: TailCall) -> Tensor:
+        context, weights, rows = self._context, call.weights, call.routed.shape[0]
+        lane = self._pool.lanes[call.lane]
+        width = context.spec.hidden_size // context.world_size
+        columns = slice(context.rank * width, (context.rank + 1) * width)
+        lane.begin(rows, layer=call.layer)
+        lane.publish_latent(call.routed)
+        lane.publish_shared(call.shared)
+        lane.clear_previous()
+        latent = dense.sum_ranks(lane.wait_latent().transpose(0, 1))
+        z, r = dense.split_norm(latent, weights.norm_weight, context.spec.rms_eps)
+        if weights.up_weight is None:
+            raise LookupError("TAIL_FUSION was given a layer without up_weight")
+        y = dense.project_rows(z, weights.up_weight if weights.sharded else weights.up_weight[columns])
+        if r is not None:
+            y *= r
+        out = dense.add_up(
+            y,
+            weights.routed_scale,
+            None if weights.up_bias is None else weights.up_bias[columns],
+            dense.sum_ranks(lane.wait_shared().transpose(0, 1)),
+            None if call.residual is None else call.residual[:, columns],
+            context.dtype,
+        )
+        lane.publish_columns(out)
+        whole = torch.empty(rows, context.spec.hidden_size, dtype=context.dtype)
+        lane.wait_columns(whole)
+        lane.end()
+        if call.normed is not None and call.next_norm_weight is not None:
+            call.normed.copy_(dense.rms_norm(whole.float(), call.next_norm_weight, context.spec.rms_eps))
+        return whole
+
+
+def _shape_verdict(spec: LatentMoESpec, world_size: int) -> Verdict | None:
+    """The refusal of a shape that doesn't fall into fragments of 16 bytes; None if it does."""
+    if spec.hidden_size % (FRAGMENT * world_size):
+        return Verdict.no(Reason.HIDDEN_MULTIPLE, FRAGMENT * world_size)
+    if spec.latent_size % FRAGMENT:
+        return Verdict.no(Reason.LATENT_MULTIPLE, FRAGMENT)
+    return None
