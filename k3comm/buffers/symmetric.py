@@ -130,64 +130,88 @@ class ExchangeLike(Protocol):
 def establish(
     memory: SymmetricMemory, nbytes: int, exchange: ExchangeLike, stages: Sequence[str] = STAGES
 ) -> str | None:
-    """Makes a block on every rank, or on none. Collective.
+    """`establish_all` for one block."""
+    return establish_all([memory], [nbytes], exchange, stages)[0]
+
+
+def establish_all(
+    memories: Sequence[SymmetricMemory],
+    nbytes: Sequence[int],
+    exchange: ExchangeLike,
+    stages: Sequence[str] = STAGES,
+) -> list[str | None]:
+    """Makes each of some blocks on every rank, or on none; all of them in the collectives of one. Collective.
 
     Args:
-        memory: new; this rank's.
-        nbytes: bytes of one rank's block, the same on every rank.
+        memories: new; this rank's, equally many on every rank and in the same order.
+        nbytes: bytes of one rank's part of each block, the same on every rank.
         exchange: the group.
         stages: what is left to do: all, or all but "allocate" where that was done, and voted on, before.
 
     Returns:
-        None: every rank holds the mapped block. Else, the same text on every rank: which ranks failed, in which stage
-        and why; then every rank has released the memory.
+        For each block None: every rank holds it, mapped. Else, the same text on every rank: which ranks failed, in
+        which stage and why; then every rank has released that memory, and the other blocks go on without it.
 
     Raises:
-        Exception: only what the exchange raises, where a peer is gone or late; the memory is released then too.
+        Exception: only what the exchange raises, where a peer is gone or late; all memories are released then too.
     """
-    handle = b""
-    handles: list[bytes] = []
+    refusals: list[str | None] = [None] * len(memories)
+    handles: list[bytes] = [bytes(HANDLE_BYTES)] * len(memories)
+    everyones: list[list[bytes]] = [[] for _ in memories]
 
-    def export() -> None:
-        nonlocal handle
-        handle = memory.export()
+    def export(place: int) -> None:
+        handle = memories[place].export()
         if len(handle) != HANDLE_BYTES:
             raise ValueError(f"a handle of {len(handle)} bytes; {HANDLE_BYTES} are required")
+        handles[place] = handle
 
-    local: dict[str, Callable[[], None]] = {
-        "allocate": lambda: memory.allocate(nbytes),
+    local: dict[str, Callable[[int], None]] = {
+        "allocate": lambda place: memories[place].allocate(nbytes[place]),
         "export": export,
-        "import": lambda: memory.import_(handles),
-        "map": memory.map,
+        "import": lambda place: memories[place].import_(everyones[place]),
+        "map": lambda place: memories[place].map(),
     }
-    agreed = False
     try:
         for stage in stages:
-            if stage not in local:
-                handles = exchange.gather(handle)
-            elif (refusal := _attempt(stage, local[stage], exchange)) is not None:
-                return refusal
-        agreed = True
-        return None
-    finally:
-        if not agreed:
+            if stage in local:
+                for place in _attempt(stage, local[stage], refusals, exchange):
+                    memories[place].release()
+                if None not in refusals:
+                    break
+                continue
+            for of_rank in exchange.gather(b"".join(handles)):
+                for place, of_block in enumerate(everyones):
+                    of_block.append(of_rank[place * HANDLE_BYTES : (place + 1) * HANDLE_BYTES])
+    except BaseException:
+        for memory in memories:
             memory.release()
+        raise
+    return refusals
 
 
-def _attempt(stage: str, act: Callable[[], None], exchange: ExchangeLike) -> str | None:
-    """One local stage and its vote."""
-    failure = ""
-    try:
-        act()
-    except Exception as error:  # whatever it is: a rank that leaves here would leave its peers waiting
-        failure = f"rank {exchange.rank}: {stage}: {_describe(error)}"
-    if exchange.min([int(not failure)])[0] == 1:
-        return None
-    texts = exchange.gather(failure.encode(errors="replace")[:TEXT_BYTES].ljust(TEXT_BYTES, b"\0"))
-    return "; ".join(text.rstrip(b"\0").decode(errors="ignore") for text in texts if text.strip(b"\0"))
+def _attempt(stage: str, act: Callable[[int], None], refusals: list[str | None], exchange: ExchangeLike) -> list[int]:
+    """One local stage of the blocks that nobody refused yet, and its vote. The places of those refused now."""
+    failures = [""] * len(refusals)
+    for place, refusal in enumerate(refusals):
+        if refusal is None:
+            try:
+                act(place)
+            except Exception as error:  # whatever it is: a rank that leaves here would leave its peers waiting
+                failures[place] = f"rank {exchange.rank}: {stage}: {describe(error)}"
+    votes = exchange.min([int(not failure) for failure in failures])
+    failed = [place for place, vote in enumerate(votes) if not vote]
+    if not failed:
+        return []
+    said = b"".join(failures[place].encode(errors="replace")[:TEXT_BYTES].ljust(TEXT_BYTES, b"\0") for place in failed)
+    of_ranks = exchange.gather(said)
+    for number, place in enumerate(failed):
+        texts = (of_rank[number * TEXT_BYTES : (number + 1) * TEXT_BYTES].rstrip(b"\0") for of_rank in of_ranks)
+        refusals[place] = "; ".join(text.decode(errors="ignore") for text in texts if text)
+    return failed
 
 
-def _describe(error: Exception) -> str:
+def describe(error: Exception) -> str:
+    """An exception on one line, whatever its text is, or does."""
     try:
         return f"{type(error).__name__}: {' '.join(str(error).split())}"
     except Exception:  # not even its text may keep this rank from the vote

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 import attrs
 import torch
 
-from k3comm.buffers.symmetric import Block, SymmetricMemory
+from k3comm.buffers.symmetric import Block, SymmetricMemory, describe
 from k3comm.errors import InputError, NegotiationError
 from k3comm.facts import Facts
 from k3comm.negotiate.ballot import ballot
@@ -166,7 +166,7 @@ def agree(
     except Exception as error:  # any end of this rank here would leave its peers waiting: it is voted
         if world_size == 1:
             raise
-        mine, cause, deadline = Ballot(failure=f"{type(error).__name__}: {error}"), error, Settings().vote_deadline
+        mine, cause, deadline = Ballot(failure=describe(error)), error, Settings().vote_deadline
     exchange = exchange_within(deadline)
     try:
         decision = decide(exchange.min(mine.matrix(exchange.rank)), world_size)

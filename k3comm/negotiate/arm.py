@@ -11,7 +11,7 @@ from typing import Protocol
 
 import attrs
 
-from k3comm.buffers.symmetric import STAGES, Block, SymmetricMemory, establish
+from k3comm.buffers.symmetric import STAGES, Block, SymmetricMemory, describe, establish_all
 from k3comm.errors import NegotiationError
 from k3comm.negotiate.agree import Local
 from k3comm.negotiate.decide import Decision, name_ranks
@@ -54,19 +54,21 @@ def arm(local: Local, decision: Decision, exchange: Exchange, context_for: Conte
     places = {tier: place for tier, place in local.blocks.places.items() if tier in decision.capacities}
     failures: dict[Tier, str] = {}
     memories: dict[Block, SymmetricMemory] = {}
-    for block in Block:
-        users = [tier for tier, place in places.items() if place.block is block]
-        memory = local.memories.get(block)
-        if memory is None:
-            continue
-        if not users:
-            memory.release()
-            continue
-        # Allocated before the vote, which would have refused these tiers otherwise.
-        why = establish(memory, memory.nbytes, exchange, STAGES[1:])
-        if why is None:
+    for block, memory in local.memories.items():
+        if any(place.block is block for place in places.values()):
             memories[block] = memory
-        failures |= {tier: f"{block.value} block: {why}" for tier in users if why is not None}
+        else:
+            memory.release()
+    if memories:
+        # Allocated before the vote, which would have refused the tiers otherwise.
+        sizes = [memory.nbytes for memory in memories.values()]
+        refusals = establish_all(list(memories.values()), sizes, exchange, STAGES[1:])
+        for block, why in zip(list(memories), refusals, strict=True):
+            if why is not None:
+                del memories[block]
+                failures |= {
+                    tier: f"{block.value} block: {why}" for tier, place in places.items() if place.block is block
+                }
     tiers: dict[Tier, TailTier] = {}
     broken: dict[Tier, str] = {}
     present = plugins()
@@ -80,7 +82,7 @@ def arm(local: Local, decision: Decision, exchange: Exchange, context_for: Conte
                 context_for(None, 0) if place is None else context_for(memories[place.block], place.offset)
             )
         except Exception as error:  # a rank that leaves here would leave its peers at the vote
-            broken[tier] = f"{type(error).__name__}: {error}"
+            broken[tier] = describe(error)
     if places:  # else nothing is shared: no fill to wait for, and preparing took nothing that could fail
         for tier, why in _failed_anywhere(tiers, broken, exchange).items():
             failures[tier] = why
@@ -105,7 +107,7 @@ def _failed_anywhere(tiers: Mapping[Tier, TailTier], broken: Mapping[Tier, str],
     for tier, vote in zip(Tier, votes, strict=True):
         if vote or tier not in tiers:
             continue
-        texts = exchange.gather(broken.get(tier, "").encode()[:TEXT_BYTES].ljust(TEXT_BYTES, b"\0"))
+        texts = exchange.gather(broken.get(tier, "").encode(errors="replace")[:TEXT_BYTES].ljust(TEXT_BYTES, b"\0"))
         ranks: dict[str, list[int]] = {}
         for rank, text in enumerate(texts):
             if why := text.rstrip(b"\0").decode(errors="ignore"):

@@ -19,6 +19,8 @@ from k3comm.tiers import Tier, plugins
 from k3comm.tiers.interface import TailTier
 from k3comm.tiers.windows import by_key
 
+plugins()  # imported with this module, so that no negotiation pays for it
+
 
 @attrs.frozen
 class Place:

@@ -8,6 +8,7 @@ The names below are pure: importing them loads no torch. Tier plug-ins (`plugin`
 
 from __future__ import annotations
 
+from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
@@ -52,6 +53,7 @@ __all__ = [
 ]
 
 
+@cache
 def plugin(tier: Tier) -> type[TailTier] | None:
     """The class behind an enum member: `Plugin` of the module named after it. None if that tier is not there."""
     module = f"{__name__}.{tier.name.lower()}"

@@ -299,8 +299,8 @@ def test_an_exchange_of_the_engines_own_carries_the_vote(rank: int, monkeypatch:
     shared = attrs.evolve(SPEC, dtype="bfloat16")
     with Communicator.negotiate(shared, dist.group.WORLD, exchange=exchange) as comm:
         assert {Tier.TAIL_FUSION, Tier.PEER_AR} <= set(comm.agreement.capacities)
-        block = [("min", 1), ("gather", 64), ("min", 1), ("min", 1)]  # export, exchange, import, map
-        assert exchange.calls == [("min", 16 * 64), *block, *block, ("min", len(Tier))]
+        blocks = [("min", 2), ("gather", 2 * 64), ("min", 2), ("min", 2)]  # export, exchange, import, map
+        assert exchange.calls == [("min", 16 * 64), *blocks, ("min", len(Tier))]
         finishes(comm)
     exchange.calls.clear()
     spec = attrs.evolve(SPEC, top_k=2 + rank)

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from buffer_groups import descriptors, in_threads, mapped, mappings, over_gloo
 
 from k3comm.buffers.host import HostMemory
-from k3comm.buffers.symmetric import HANDLE_BYTES, STAGES, TEXT_BYTES, SymmetricMemory, establish
+from k3comm.buffers.symmetric import HANDLE_BYTES, STAGES, TEXT_BYTES, SymmetricMemory, establish, establish_all
 from k3comm.errors import ClosedError, CommunicationTimeoutError, InputError
 from k3comm.negotiate.exchange import SoloExchange
 from k3comm.testing import FakeMachine, FakeMemory, Fault, ThreadExchange, assert_identical, run_ranks
@@ -272,3 +272,20 @@ def test_processes_agree_at_each_failure(world_size: int) -> None:
         else:
             assert text == f"rank {guilty}: {stage}: OSError: [Errno 12] made to fail"
     assert texts[-1] is None
+
+
+@pytest.mark.parametrize("stage", LOCAL_STAGES)
+def test_a_block_that_fails_leaves_the_others(stage: str) -> None:
+    """Two blocks in the collectives of one; the second one's n-th stage fails on one rank."""
+    machine, sound = FakeMachine(Fault(rank=1, stage=stage)), FakeMachine()
+
+    def rank(exchange: ThreadExchange) -> tuple[list[str | None], int]:
+        memories = [sound.memory(exchange.rank, 3), machine.memory(exchange.rank, 3)]
+        refusals = establish_all(memories, [100, 200], exchange)
+        memories[0].block(2)[exchange.rank] = 1
+        return refusals, exchange.collectives
+
+    refusals, collectives = assert_identical(in_threads(3, rank))
+    assert refusals == [None, f"rank 1: {stage}: OSError: [Errno 12] made to fail"]
+    assert collectives == 6  # four votes, the exchange, and the texts of the one that failed
+    assert (machine.live, sound.live) == (0, 3)
