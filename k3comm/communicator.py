@@ -107,14 +107,14 @@ class Communicator(Session):
             return establish(memory, nbytes, voted) or memory
 
         context = TierContext(
-            spec=local.spec,
-            settings=local.settings,
+            spec=local.proposal.spec,
+            settings=local.proposal.settings,
             group=group,
             rank=rank,
             world_size=world_size,
             device=place,
-            dtype=getattr(torch, local.spec.dtype),
-            lanes=local.lanes,
+            dtype=getattr(torch, local.proposal.spec.dtype),
+            lanes=local.proposal.lanes,
             establish=establish_more,
         )
         try:
@@ -122,7 +122,7 @@ class Communicator(Session):
                 local, decision, voted, lambda memory, offset: attrs.evolve(context, memory=memory, offset=offset)
             )
             decision = decision.armed(armed.failures)
-            check_force(local.settings, decision)
+            check_force(local.proposal.settings, decision)
         except BaseException:
             local.release()
             raise

@@ -394,7 +394,7 @@ class MoETail:
             )
             session, found = self._session, {}
             for tier in session.agreement.capacities:
-                why = plugins()[tier].refusal(arguments, session.spec, session.world_size)
+                why = plugins()[tier].refusal(arguments, session.proposal)
                 if why is not None:
                     found[tier] = why
             self._refusals[key] = found

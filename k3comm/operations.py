@@ -7,7 +7,8 @@ from typing import Any
 import attrs
 
 from k3comm.errors import InputError
-from k3comm.spec import whole_number
+from k3comm.settings import Settings
+from k3comm.spec import LatentMoESpec, ParallelLayout, whole_number
 from k3comm.tiers.axes import boolean
 
 OUTPUTS = ("full", "rows")
@@ -74,3 +75,22 @@ class TailArguments:
     precise: bool = attrs.field(default=False, validator=boolean)
     output: str = attrs.field(default="full", validator=_output)
     next_norm: bool = attrs.field(default=False, validator=boolean)
+
+
+@attrs.frozen(kw_only=True)
+class Proposal:
+    """What the ranks are to agree on, before anything is voted: what a tier is asked about.
+
+    Attributes:
+        spec, layout, settings: the layer, how it is spread, and what the operator wants.
+        operations: what will be asked for.
+        lanes: micro-batches in flight.
+        world_size: ranks W.
+    """
+
+    spec: LatentMoESpec
+    layout: ParallelLayout
+    settings: Settings
+    operations: tuple[Operation, ...] = (MoETailOp(),)
+    lanes: int = 1
+    world_size: int

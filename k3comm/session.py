@@ -41,7 +41,7 @@ class Session:
         device, dtype: of the tensors that the handles take.
         agreement: the agreed tiers, each with the rows that all ranks can take.
         windows: for which token counts each is worth choosing.
-        lanes: micro-batches in flight.
+        proposal: what was voted on. lanes: micro-batches in flight.
         axes, lane: the present step's (graph, decode) and micro-batch; both False and 0 outside a step.
         report: who can do what, and why not.
         handles: by layer index. closed: `close` was called.
@@ -49,8 +49,8 @@ class Session:
 
     def __init__(self, local: Local, decision: Decision, armed: Armed, context: TierContext, name: str) -> None:
         self.name = name
-        self.spec = local.spec
-        self.settings = local.settings
+        self.spec = local.proposal.spec
+        self.settings = local.proposal.settings
         self.rank = context.rank
         self.world_size = context.world_size
         self.device = context.device
@@ -63,9 +63,9 @@ class Session:
             rank=context.rank,
             global_ranks=_global_ranks(context),
             facts=local.facts,
-            spec=local.spec,
-            layout=local.layout,
-            settings=local.settings,
+            spec=local.proposal.spec,
+            layout=local.proposal.layout,
+            settings=local.proposal.settings,
             windows=local.choice.windows,
             windows_warning=local.choice.warning,
             decision=decision,
@@ -73,7 +73,8 @@ class Session:
         )
         self.axes = (False, False)
         self.lane = 0
-        self.lanes = local.lanes
+        self.proposal = local.proposal
+        self.lanes = local.proposal.lanes
         self._identity = (name, next(_serials))
         self.closed = False
         self.handles: dict[int, Handle] = {}

@@ -13,7 +13,9 @@ import attrs
 
 from k3comm.cli import _choice, _console, _plots
 from k3comm.cli.tier_map import TierMap, in_step, tier_map
+from k3comm.operations import Proposal
 from k3comm.settings import Settings
+from k3comm.spec import LatentMoESpec, ParallelLayout
 from k3comm.tiers import UNLIMITED, Agreement, Tier, Windows
 
 HELP = "the map from the number of tokens to the tier"
@@ -160,8 +162,6 @@ class _Machine:
 
         from k3comm.negotiate.ballot import word
         from k3comm.negotiate.probe import probe
-        from k3comm.operations import MoETailOp
-        from k3comm.spec import LatentMoESpec, ParallelLayout
         from k3comm.tiers import plugins
 
         on_gpu = torch.cuda.is_available()
@@ -171,8 +171,8 @@ class _Machine:
             backend="nccl" if on_gpu else "gloo",
             host_identity=settings.host_identity,
         )
-        spec, layout, present = LatentMoESpec.kimi_k3(), ParallelLayout(tp=ranks), plugins()
-        words = {tier: word(tier, present.get(tier), facts, spec, layout, settings, (MoETailOp(),))[0] for tier in Tier}
+        present, proposal = plugins(), _kimi_k3(ranks, settings)
+        words = {tier: word(tier, present.get(tier), facts, proposal)[0] for tier in Tier}
         return cls(
             title=f"{ranks} ranks on this machine ({facts.device}, {facts.device_name}), Kimi-K3's shapes",
             family=facts.family,
@@ -184,13 +184,15 @@ class _Machine:
 def _refusals_of_sharded(agreed: Agreement[Tier], ranks: int) -> dict[Tier, str]:
     """The agreed tiers of this version that refuse a sharded W_up, and why. Others can't be asked."""
     from k3comm.operations import TailArguments
-    from k3comm.spec import LatentMoESpec
     from k3comm.tiers import plugins
 
     asked = TailArguments(sharded=True)
     answers = {
-        tier: plugin.refusal(asked, LatentMoESpec.kimi_k3(), ranks)
-        for tier, plugin in plugins().items()
-        if tier in agreed
+        tier: plugin.refusal(asked, _kimi_k3(ranks, Settings())) for tier, plugin in plugins().items() if tier in agreed
     }
     return {tier: why for tier, why in answers.items() if why is not None}
+
+
+def _kimi_k3(ranks: int, settings: Settings) -> Proposal:
+    """What such ranks would vote on for Kimi-K3's shapes."""
+    return Proposal(spec=LatentMoESpec.kimi_k3(), layout=ParallelLayout(tp=ranks), settings=settings, world_size=ranks)

@@ -20,7 +20,7 @@ from k3comm.negotiate.decide import Ballot, Decision, decide, disagreement
 from k3comm.negotiate.exchange import Exchange
 from k3comm.negotiate.probe import probe
 from k3comm.negotiate.report import shared_devices_text
-from k3comm.operations import SERVED, Operation
+from k3comm.operations import SERVED, Operation, Proposal
 from k3comm.settings import Settings
 from k3comm.spec import LatentMoESpec, ParallelLayout
 from k3comm.tiers import Tier, WindowsChoice, choose_windows, load_windows
@@ -38,12 +38,9 @@ class Local:
     """
 
     facts: Facts
-    spec: LatentMoESpec
-    layout: ParallelLayout
-    settings: Settings
+    proposal: Proposal
     choice: WindowsChoice
     ballot: Ballot
-    lanes: int = 1
     blocks: BlockPlan = attrs.field(factory=lambda: BlockPlan({}))
     memories: Mapping[Block, SymmetricMemory] = attrs.field(factory=dict)
 
@@ -105,8 +102,15 @@ def prepare_local(
     )
     settings = settings.with_file(choice.windows.settings, choice.windows.source)
     settings.check_served()
-    asked = tuple(operations)
-    blocks = plan_blocks(spec, layout, settings, asked, lanes=lanes, world_size=world_size)
+    proposal = Proposal(
+        spec=spec,
+        layout=layout,
+        settings=settings,
+        operations=tuple(operations),
+        lanes=lanes,
+        world_size=world_size,
+    )
+    blocks = plan_blocks(proposal)
     memories = _allocate(blocks, facts, new_memory)
     unallocated = {
         tier: blocks.nbytes[place.block] >> 20
@@ -115,12 +119,9 @@ def prepare_local(
     }
     return Local(
         facts=facts,
-        spec=spec,
-        layout=layout,
-        settings=settings,
+        proposal=proposal,
         choice=choice,
-        ballot=ballot(facts, spec, layout, settings, asked, choice.windows, lanes=lanes, unallocated=unallocated),
-        lanes=lanes,
+        ballot=ballot(facts, proposal, choice.windows, unallocated),
         blocks=blocks,
         memories=memories,
     )
@@ -162,7 +163,7 @@ def agree(
     cause: Exception | None = None
     try:
         local = prepare()
-        mine, deadline = local.ballot, local.settings.vote_deadline
+        mine, deadline = local.ballot, local.proposal.settings.vote_deadline
     except Exception as error:  # any end of this rank here would leave its peers waiting: it is voted
         if world_size == 1:
             raise
@@ -173,9 +174,9 @@ def agree(
         if decision.failed or decision.mismatched or local is None:
             texts = exchange.gather(mine.text(decision.mismatched))
             raise NegotiationError(disagreement(decision, texts)) from cause
-        if decision.shared_devices and not local.settings.allow_shared_device:
+        if decision.shared_devices and not local.proposal.settings.allow_shared_device:
             raise NegotiationError(shared_devices_text(decision))
-        check_force(local.settings, decision)
+        check_force(local.proposal.settings, decision)
     except BaseException:
         if local is not None:
             local.release()

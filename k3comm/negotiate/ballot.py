@@ -13,8 +13,7 @@ import k3comm
 from k3comm.facts import Facts, Reason, Verdict
 from k3comm.negotiate.blocks import excluded
 from k3comm.negotiate.decide import Ballot
-from k3comm.operations import Operation
-from k3comm.settings import Settings
+from k3comm.operations import Proposal
 from k3comm.spec import LatentMoESpec, ParallelLayout
 from k3comm.tiers import Tier, Windows, plugins
 from k3comm.tiers.interface import TailTier
@@ -23,15 +22,7 @@ SOURCE_SUFFIXES = (".py", ".cu", ".cuh")
 
 
 def ballot(
-    facts: Facts,
-    spec: LatentMoESpec,
-    layout: ParallelLayout,
-    settings: Settings,
-    operations: tuple[Operation, ...],
-    windows: Windows[Tier],
-    *,
-    lanes: int,
-    unallocated: Mapping[Tier, int] | None = None,
+    facts: Facts, proposal: Proposal, windows: Windows[Tier], unallocated: Mapping[Tier, int] | None = None
 ) -> Ballot:
     """This rank's ballot. Pure but for the hash of the library's own files.
 
@@ -42,10 +33,14 @@ def ballot(
         fields={
             "version": {"k3comm": k3comm.__version__},
             "sources": {"sha256": sources()},
-            "spec": _table(spec),
-            "layout": {**_table(layout), "world_size": str(facts.world_size), "lanes": str(lanes)},
-            "settings": settings.describe(uniform_only=True),
-            "operations": {type(operation).__name__: str(operation) for operation in operations},
+            "spec": _table(proposal.spec),
+            "layout": {
+                **_table(proposal.layout),
+                "world_size": str(proposal.world_size),
+                "lanes": str(proposal.lanes),
+            },
+            "settings": proposal.settings.describe(uniform_only=True),
+            "operations": {type(operation).__name__: str(operation) for operation in proposal.operations},
             "windows": windows.describe(),
         },
         host=facts.host,
@@ -53,32 +48,24 @@ def ballot(
         verdicts={
             tier: _out_of_memory(unallocated[tier])
             if unallocated and tier in unallocated
-            else word(tier, present.get(tier), facts, spec, layout, settings, operations)
+            else word(tier, present.get(tier), facts, proposal)
             for tier in Tier
         },
     )
 
 
-def word(
-    tier: Tier,
-    plugin: type[TailTier] | None,
-    facts: Facts,
-    spec: LatentMoESpec,
-    layout: ParallelLayout,
-    settings: Settings,
-    operations: tuple[Operation, ...],
-) -> tuple[Verdict, Verdict]:
+def word(tier: Tier, plugin: type[TailTier] | None, facts: Facts, proposal: Proposal) -> tuple[Verdict, Verdict]:
     """A rank's verdict on one tier, on one host and across hosts: what goes for every tier first, then its own."""
     fallback = tier is max(Tier)
-    reason = Reason.ABSENT if plugin is None else excluded(tier, plugin, settings)
-    if reason is None and not fallback and facts.world_size == 1:
+    reason = Reason.ABSENT if plugin is None else excluded(tier, plugin, proposal.settings)
+    if reason is None and not fallback and proposal.world_size == 1:
         reason = Reason.ONE_RANK
-    if reason is None and not fallback and not layout.equal_tokens:
+    if reason is None and not fallback and not proposal.layout.equal_tokens:
         reason = Reason.UNEQUAL_TOKENS
     if plugin is None or reason is not None:
         no = Verdict.no(reason or Reason.ABSENT)
         return no, no
-    return plugin.verdict(facts, spec, layout, settings, operations)
+    return plugin.verdict(facts, proposal)
 
 
 def _out_of_memory(mib: int) -> tuple[Verdict, Verdict]:

@@ -12,9 +12,8 @@ import attrs
 
 from k3comm.buffers.symmetric import Block
 from k3comm.facts import Reason
-from k3comm.operations import Operation
+from k3comm.operations import Proposal
 from k3comm.settings import Settings
-from k3comm.spec import LatentMoESpec, ParallelLayout
 from k3comm.tiers import Tier, plugins
 from k3comm.tiers.interface import TailTier
 from k3comm.tiers.windows import by_key
@@ -57,23 +56,15 @@ def excluded(tier: Tier, plugin: type[TailTier], settings: Settings) -> Reason |
     return None
 
 
-def plan_blocks(
-    spec: LatentMoESpec,
-    layout: ParallelLayout,
-    settings: Settings,
-    operations: tuple[Operation, ...],
-    *,
-    lanes: int,
-    world_size: int,
-) -> BlockPlan:
+def plan_blocks(proposal: Proposal) -> BlockPlan:
     """The places of all tiers that the settings allow."""
     places: dict[Tier, Place] = {}
     ends = dict.fromkeys(Block, 0)
-    if world_size == 1 or not layout.equal_tokens:
+    if proposal.world_size == 1 or not proposal.layout.equal_tokens:
         return BlockPlan({})
     for tier, plugin in plugins().items():
-        request = plugin.footprint(spec, layout, operations, lanes, world_size)
-        if request is None or excluded(tier, plugin, settings) is not None:
+        request = plugin.footprint(proposal)
+        if request is None or excluded(tier, plugin, proposal.settings) is not None:
             continue
         offset = -(-ends[request.block] // request.alignment) * request.alignment
         places[tier] = Place(request.block, offset, request.nbytes)

@@ -14,9 +14,7 @@ from torch import Tensor
 
 from k3comm.facts import Facts, Reason, Verdict
 from k3comm.kernels import dense
-from k3comm.operations import Operation
-from k3comm.settings import Settings
-from k3comm.spec import LatentMoESpec, ParallelLayout
+from k3comm.operations import Proposal
 from k3comm.tiers.interface import TailCall, TailWeights
 from k3comm.tiers.library import LibraryTier
 from k3comm.tiers.tier import Numerics, Tier
@@ -29,16 +27,9 @@ class Plugin(LibraryTier):
     numerics: ClassVar[Numerics] = Numerics.K1
 
     @classmethod
-    def verdict(
-        cls,
-        facts: Facts,
-        spec: LatentMoESpec,
-        layout: ParallelLayout,
-        settings: Settings,
-        operations: tuple[Operation, ...],
-    ) -> tuple[Verdict, Verdict]:
-        if spec.hidden_size % facts.world_size:
-            no = Verdict.no(Reason.HIDDEN_MULTIPLE, facts.world_size)
+    def verdict(cls, facts: Facts, proposal: Proposal) -> tuple[Verdict, Verdict]:
+        if proposal.spec.hidden_size % proposal.world_size:
+            no = Verdict.no(Reason.HIDDEN_MULTIPLE, proposal.world_size)
             return no, no
         return Verdict.yes(), Verdict.yes()
 

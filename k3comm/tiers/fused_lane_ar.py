@@ -7,8 +7,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from k3comm.operations import TailArguments
-from k3comm.spec import LatentMoESpec
+from k3comm.operations import Proposal, TailArguments
 from k3comm.tiers.interface import TailCall
 from k3comm.tiers.library import LibraryTier
 from k3comm.tiers.tier import Numerics, Tier
@@ -26,7 +25,7 @@ class Plugin(LibraryTier):
     numerics: ClassVar[Numerics] = Numerics.K2
 
     @classmethod
-    def refusal(cls, arguments: TailArguments, spec: LatentMoESpec, world_size: int) -> str | None:
+    def refusal(cls, arguments: TailArguments, proposal: Proposal) -> str | None:
         return "a library's all-reduce rounds in its own order, so it is not precise" if arguments.precise else None
 
     def _tail(self, call: TailCall) -> Tensor:

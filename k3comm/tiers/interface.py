@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, ClassVar
 import attrs
 
 from k3comm.facts import Facts, Verdict
-from k3comm.operations import TailArguments
+from k3comm.operations import Proposal, TailArguments
 from k3comm.settings import Settings
-from k3comm.spec import LatentMoESpec, ParallelLayout
+from k3comm.spec import LatentMoESpec
 from k3comm.tiers.select import UNLIMITED
 from k3comm.tiers.tier import Numerics, Tier
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
     from k3comm.buffers.symmetric import BufferRequest, SymmetricMemory
-    from k3comm.operations import Operation
+    from k3comm.operations import Proposal
 
 Project = Callable[["Tensor"], "Tensor"]
 """A projection of the engine's own: z [m, L] in the spec's dtype -> [m, H] or, sharded, [m, H/W]."""
@@ -148,31 +148,17 @@ class TailTier(ABC):
 
     @classmethod
     @abstractmethod
-    def verdict(
-        cls,
-        facts: Facts,
-        spec: LatentMoESpec,
-        layout: ParallelLayout,
-        settings: Settings,
-        operations: tuple[Operation, ...],
-    ) -> tuple[Verdict, Verdict]:
+    def verdict(cls, facts: Facts, proposal: Proposal) -> tuple[Verdict, Verdict]:
         """This rank's word before the vote, if the ranks turn out to be on one host, and across hosts. Pure."""
 
     @classmethod
     @abstractmethod
-    def footprint(
-        cls,
-        spec: LatentMoESpec,
-        layout: ParallelLayout,
-        operations: tuple[Operation, ...],
-        lanes: int,
-        world_size: int,
-    ) -> BufferRequest | None:
+    def footprint(cls, proposal: Proposal) -> BufferRequest | None:
         """The shared memory it needs; None if none, also where it could not run. Pure, the same on every rank."""
 
     @classmethod
     @abstractmethod
-    def refusal(cls, arguments: TailArguments, spec: LatentMoESpec, world_size: int) -> str | None:
+    def refusal(cls, arguments: TailArguments, proposal: Proposal) -> str | None:
         """Why it can't honour a handle's or a call's arguments, in words; None if it can. Pure, no communication."""
 
     @abstractmethod

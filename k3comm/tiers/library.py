@@ -19,9 +19,7 @@ from k3comm.buffers.symmetric import BufferRequest
 from k3comm.errors import CommunicationTimeoutError, InputError
 from k3comm.facts import Facts, Verdict
 from k3comm.kernels import dense
-from k3comm.operations import Operation, TailArguments
-from k3comm.settings import Settings
-from k3comm.spec import LatentMoESpec, ParallelLayout
+from k3comm.operations import Proposal, TailArguments
 from k3comm.tiers.interface import Plan, TailCall, TailTier, TailWeights, TierContext
 from k3comm.tiers.self_check import exact_integers
 
@@ -92,29 +90,15 @@ class LibraryTier(TailTier):
     _collectives: Collectives
 
     @classmethod
-    def verdict(
-        cls,
-        facts: Facts,
-        spec: LatentMoESpec,
-        layout: ParallelLayout,
-        settings: Settings,
-        operations: tuple[Operation, ...],
-    ) -> tuple[Verdict, Verdict]:
+    def verdict(cls, facts: Facts, proposal: Proposal) -> tuple[Verdict, Verdict]:
         return Verdict.yes(), Verdict.yes()
 
     @classmethod
-    def footprint(
-        cls,
-        spec: LatentMoESpec,
-        layout: ParallelLayout,
-        operations: tuple[Operation, ...],
-        lanes: int,
-        world_size: int,
-    ) -> BufferRequest | None:
+    def footprint(cls, proposal: Proposal) -> BufferRequest | None:
         return None
 
     @classmethod
-    def refusal(cls, arguments: TailArguments, spec: LatentMoESpec, world_size: int) -> str | None:
+    def refusal(cls, arguments: TailArguments, proposal: Proposal) -> str | None:
         return None
 
     def prepare(self, context: TierContext) -> None:

@@ -14,9 +14,8 @@ from torch import Tensor
 from k3comm.buffers.staging import Slot, StagingLayout, StagingPool, staging_bytes
 from k3comm.buffers.symmetric import Block, BufferRequest
 from k3comm.facts import Facts, Reason, Verdict
-from k3comm.operations import Operation, TailArguments
-from k3comm.settings import Settings
-from k3comm.spec import LatentMoESpec, ParallelLayout
+from k3comm.operations import Proposal, TailArguments
+from k3comm.spec import LatentMoESpec
 from k3comm.tiers.host import host_verdict
 from k3comm.tiers.interface import TailCall, TierContext
 from k3comm.tiers.library import LibraryTier
@@ -44,31 +43,20 @@ class Plugin(LibraryTier):
     _pool: StagingPool
 
     @classmethod
-    def verdict(
-        cls,
-        facts: Facts,
-        spec: LatentMoESpec,
-        layout: ParallelLayout,
-        settings: Settings,
-        operations: tuple[Operation, ...],
-    ) -> tuple[Verdict, Verdict]:
-        return host_verdict(facts, spec, _rows(spec)), Verdict.no(Reason.ACROSS_HOSTS)
+    def verdict(cls, facts: Facts, proposal: Proposal) -> tuple[Verdict, Verdict]:
+        return host_verdict(facts, proposal.spec, _rows(proposal.spec)), Verdict.no(Reason.ACROSS_HOSTS)
 
     @classmethod
-    def footprint(
-        cls,
-        spec: LatentMoESpec,
-        layout: ParallelLayout,
-        operations: tuple[Operation, ...],
-        lanes: int,
-        world_size: int,
-    ) -> BufferRequest | None:
+    def footprint(cls, proposal: Proposal) -> BufferRequest | None:
+        spec = proposal.spec
         return BufferRequest(
-            block=Block.STAGING, nbytes=staging_bytes(_slots(spec), _rows(spec), world_size, lanes), alignment=128
+            block=Block.STAGING,
+            nbytes=staging_bytes(_slots(spec), _rows(spec), proposal.world_size, proposal.lanes),
+            alignment=128,
         )
 
     @classmethod
-    def refusal(cls, arguments: TailArguments, spec: LatentMoESpec, world_size: int) -> str | None:
+    def refusal(cls, arguments: TailArguments, proposal: Proposal) -> str | None:
         return "its sums are rounded to BF16, so it is not precise" if arguments.precise else None
 
     def prepare(self, context: TierContext) -> None:

@@ -14,8 +14,7 @@ from typing import ClassVar
 from torch import Tensor
 
 from k3comm.kernels import dense
-from k3comm.operations import TailArguments
-from k3comm.spec import LatentMoESpec
+from k3comm.operations import Proposal, TailArguments
 from k3comm.tiers.interface import TailCall
 from k3comm.tiers.library import LibraryTier
 from k3comm.tiers.tier import Numerics, Tier
@@ -28,7 +27,7 @@ class Plugin(LibraryTier):
     numerics: ClassVar[Numerics] = Numerics.K1
 
     @classmethod
-    def refusal(cls, arguments: TailArguments, spec: LatentMoESpec, world_size: int) -> str | None:
+    def refusal(cls, arguments: TailArguments, proposal: Proposal) -> str | None:
         return "it needs W_up whole on every rank, and this one is sharded" if arguments.sharded else None
 
     def _tail(self, call: TailCall) -> Tensor:

@@ -22,9 +22,7 @@ from k3comm.buffers.mailbox import FRAGMENT, MailboxLayout, MailboxPool, mailbox
 from k3comm.buffers.symmetric import Block, BufferRequest
 from k3comm.facts import Facts, Reason, Verdict
 from k3comm.kernels import dense
-from k3comm.operations import Operation, TailArguments
-from k3comm.settings import Settings
-from k3comm.spec import LatentMoESpec, ParallelLayout
+from k3comm.operations import Proposal, TailArguments
 from k3comm.tiers.host import host_verdict
 from k3comm.tiers.interface import Plan, TailCall, TailTier, TierContext
 from k3comm.tiers.self_check import exact_integers
@@ -45,34 +43,18 @@ class Plugin(TailTier):
     _pool: MailboxPool
 
     @classmethod
-    def verdict(
-        cls,
-        facts: Facts,
-        spec: LatentMoESpec,
-        layout: ParallelLayout,
-        settings: Settings,
-        operations: tuple[Operation, ...],
-    ) -> tuple[Verdict, Verdict]:
-        return _shape_verdict(spec, facts.world_size) or host_verdict(facts, spec, MAX_ROWS), Verdict.no(
-            Reason.ACROSS_HOSTS
-        )
+    def verdict(cls, facts: Facts, proposal: Proposal) -> tuple[Verdict, Verdict]:
+        return _shape_verdict(proposal) or host_verdict(facts, proposal.spec, MAX_ROWS), Verdict.no(Reason.ACROSS_HOSTS)
 
     @classmethod
-    def footprint(
-        cls,
-        spec: LatentMoESpec,
-        layout: ParallelLayout,
-        operations: tuple[Operation, ...],
-        lanes: int,
-        world_size: int,
-    ) -> BufferRequest | None:
-        if spec.dtype != "bfloat16" or _shape_verdict(spec, world_size) is not None:
+    def footprint(cls, proposal: Proposal) -> BufferRequest | None:
+        if proposal.spec.dtype != "bfloat16" or _shape_verdict(proposal) is not None:
             return None
-        nbytes = mailbox_bytes(spec, world_size, MAX_ROWS, lanes)
+        nbytes = mailbox_bytes(proposal.spec, proposal.world_size, MAX_ROWS, proposal.lanes)
         return BufferRequest(block=Block.DECODE, nbytes=nbytes, alignment=128)
 
     @classmethod
-    def refusal(cls, arguments: TailArguments, spec: LatentMoESpec, world_size: int) -> str | None:
+    def refusal(cls, arguments: TailArguments, proposal: Proposal) -> str | None:
         if arguments.projected:
             return "its projection is part of the fusion, and this layer brings its own (project=)"
         if arguments.output == "rows":
@@ -133,10 +115,11 @@ class Plugin(TailTier):
         return whole
 
 
-def _shape_verdict(spec: LatentMoESpec, world_size: int) -> Verdict | None:
+def _shape_verdict(proposal: Proposal) -> Verdict | None:
     """The refusal of a shape that doesn't fall into fragments of 16 bytes; None if it does."""
-    if spec.hidden_size % (FRAGMENT * world_size):
-        return Verdict.no(Reason.HIDDEN_MULTIPLE, FRAGMENT * world_size)
-    if spec.latent_size % FRAGMENT:
+    multiple = FRAGMENT * proposal.world_size
+    if proposal.spec.hidden_size % multiple:
+        return Verdict.no(Reason.HIDDEN_MULTIPLE, multiple)
+    if proposal.spec.latent_size % FRAGMENT:
         return Verdict.no(Reason.LATENT_MULTIPLE, FRAGMENT)
     return None

@@ -26,7 +26,7 @@ from k3comm.negotiate.decide import (
     disagreement,
     name_ranks,
 )
-from k3comm.operations import MoETailOp
+from k3comm.operations import Proposal
 from k3comm.settings import Settings
 from k3comm.spec import LatentMoESpec, ParallelLayout
 from k3comm.testing import h200_facts, laptop_facts
@@ -97,15 +97,18 @@ def negotiated(prepares: Sequence[Callable[[], Local]]) -> list[object]:
 
 
 def local(facts: Facts, settings: Settings | None = None, layout: ParallelLayout | None = None) -> Local:
-    settings, layout = settings or Settings(), layout or ParallelLayout(tp=facts.world_size)
+    proposal = Proposal(
+        spec=SPEC,
+        layout=layout or ParallelLayout(tp=facts.world_size),
+        settings=settings or Settings(),
+        world_size=facts.world_size,
+    )
     choice: WindowsChoice = choose_windows(facts.family, facts.world_size)
     return Local(
         facts=facts,
-        spec=SPEC,
-        layout=layout,
-        settings=settings,
+        proposal=proposal,
         choice=choice,
-        ballot=ballot(facts, SPEC, layout, settings, (MoETailOp(),), choice.windows, lanes=1),
+        ballot=ballot(facts, proposal, choice.windows),
     )
 
 
@@ -296,7 +299,8 @@ def test_an_unknown_fact_is_no_yes() -> None:
 def test_columns_need_a_divisible_width(hidden: int, world_size: int) -> None:
     spec = attrs.evolve(SPEC, hidden_size=hidden)
     said = plugins()[Tier.COLUMN_PARALLEL].verdict(
-        laptop_facts(world_size=world_size), spec, ParallelLayout(), Settings(), (MoETailOp(),)
+        laptop_facts(world_size=world_size),
+        Proposal(spec=spec, layout=ParallelLayout(), settings=Settings(), world_size=world_size),
     )
     assert bool(said[0]) == bool(said[1]) == (hidden % world_size == 0)
     if hidden % world_size:
