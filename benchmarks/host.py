@@ -115,7 +115,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures there")
     parser.add_argument("--quick", action="store_true", help="fewer repeats and token counts")
     options = parser.parse_args(arguments)
-    console = Console()
+    console = Console(width=max(120, Console().width))
     figures: dict[str, object] = {"torch": str(torch.__version__), "k3comm": k3comm.__version__}
 
     plans = plan_cost()

@@ -118,6 +118,7 @@ class Communicator(Session):
             establish=establish_more,
         )
         try:
+            _connect(group, place, world_size)
             armed = arm(
                 local, decision, voted, lambda memory, offset: attrs.evolve(context, memory=memory, offset=offset)
             )
@@ -211,6 +212,12 @@ def _vote_group(group: dist.ProcessGroup, cpu_group: dist.ProcessGroup | None) -
     ) != dist.get_process_group_ranks(group):
         raise InputError(f"cpu_group: {cpu_group!r} given; accepted is a group of the same ranks in the same order")
     return cpu_group
+
+
+def _connect(group: dist.ProcessGroup | None, place: torch.device, world_size: int) -> None:
+    """Makes a device's communicator now: NCCL would connect in the first forward otherwise, or in a capture."""
+    if group is not None and world_size > 1 and place.type == "cuda":
+        dist.all_reduce(torch.zeros(1, device=place), group=group)
 
 
 def _backends(group: dist.ProcessGroup) -> dict[str, str]:

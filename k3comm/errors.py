@@ -12,7 +12,8 @@
     |-- CommunicationTimeoutError (RuntimeError)   a collective that did not finish within its deadline
     `-- PeerTimeoutError (RuntimeError)     a peer whose data did not come in time; names the peer
 
-Everything but the last two is raised before a peer is involved, or identically on every rank.
+Everything but the last two is raised before a peer is involved, or identically on every rank; the one exception is an
+InputError about what a `project=` callable returned, which is known only mid-call.
 """
 
 from __future__ import annotations

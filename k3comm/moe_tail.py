@@ -356,7 +356,7 @@ class MoETail:
         if session.device.type == "cuda" and not plan.graph and torch.cuda.is_current_stream_capturing():
             raise CaptureError(
                 "a CUDA graph is being captured, and the plan is not for a graph; capture inside "
-                "session.step(graph=True), so that every rank chooses as it will at replay"
+                "comm.step(graph=True), so that every rank chooses as it will at replay"
             )
         return plan
 

@@ -141,6 +141,8 @@ class Session:
     def close(self) -> None:
         """Ends the communicator; handles raise ClosedError from then on. Local; may be called again."""
         self.closed = True
+        for tail in self.handles.values():
+            tail.forget_plans()
         for plugin in self._tiers.values():
             plugin.close()
         self._tiers.clear()
@@ -183,6 +185,7 @@ class Session:
         return force
 
     def _explain(self, axes: Axes, refused: dict[Tier, str]) -> Explanation:
+        self._check_open()
         force = self.settings.force if isinstance(self.settings.force, Tier) else None
         chosen = self._choose(axes, refused, force)
         obstacles = []

@@ -42,6 +42,11 @@ def _dtype(instance: object, attribute: attrs.Attribute[Any], value: Any) -> Non
         raise InputError(f"LatentMoESpec.dtype: {value!r} given; accepted are {', '.join(DTYPES)}")
 
 
+def _dtype_name(value: Any) -> Any:
+    """The name of a torch.dtype, without needing torch: str(torch.bfloat16) is "torch.bfloat16"."""
+    return str(value).removeprefix("torch.") if type(value).__name__ == "dtype" else value
+
+
 @attrs.frozen(kw_only=True)
 class LatentMoESpec:
     """The latent MoE layer.
@@ -52,7 +57,7 @@ class LatentMoESpec:
         top_k: experts a token.
         rms_eps: epsilon of every RMSNorm here.
         max_tokens: the largest m that buffers are sized for. Tiers that need no buffers take more.
-        dtype: "bfloat16" or "float32", of partial sums, residual, W_up and result.
+        dtype: "bfloat16" or "float32", or torch's own, of partial sums, residual, W_up and result.
 
     Raises:
         InputError: a value out of range; names the value and the range.
@@ -63,7 +68,7 @@ class LatentMoESpec:
     top_k: int = attrs.field(validator=whole_number(1))
     rms_eps: float = attrs.field(default=1e-5, validator=_eps)
     max_tokens: int = attrs.field(default=8192, validator=whole_number(1))
-    dtype: str = attrs.field(default="bfloat16", validator=_dtype)
+    dtype: str = attrs.field(default="bfloat16", converter=_dtype_name, validator=_dtype)
 
     @classmethod
     def kimi_k3(cls, *, max_tokens: int = 8192, dtype: str = "bfloat16") -> LatentMoESpec:
@@ -81,8 +86,9 @@ class ParallelLayout:
     Attributes:
         tp, ep: ranks of tensor and of expert parallelism.
         attention_dp, attention_cp: ranks of data and of context parallelism in the attention.
-        uniform_tokens: the engine promises equal m on all ranks (it pads). Without the promise and with attention_dp
-            or attention_cp above 1, only SEPARATE_REDUCE is used, since m then can't tell all ranks the same tier.
+        uniform_tokens: the engine promises that ranks *plan* with equal m (it pads). Without the promise, and with
+            attention_dp or attention_cp above 1, only SEPARATE_REDUCE is used, so that no choice hangs on m. The rows
+            of one call must be equal on all ranks in any tier: partial sums of different rows can't be added up.
     """
 
     tp: int = attrs.field(default=1, validator=whole_number(1))

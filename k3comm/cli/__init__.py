@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from importlib import import_module
 from typing import Protocol, cast
 
+from k3comm import __version__
 from k3comm.errors import K3CommError
 
 COMMANDS = ("tiers", "replay", "demo")
@@ -62,6 +63,7 @@ def _parser() -> tuple[argparse.ArgumentParser, dict[str, Command]]:
     parser = argparse.ArgumentParser(
         prog="k3comm", description="The communication tail of a tensor-parallel latent mixture-of-experts layer."
     )
+    parser.add_argument("--version", action="version", version=f"k3comm {__version__}")
     subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     commands = {}
     for name in COMMANDS:

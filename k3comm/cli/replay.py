@@ -1,4 +1,4 @@
-"""How often each tier would be chosen for a day's traffic: a request trace, batched continuously, forward by forward.
+"""How often each tier would be chosen for a trace of requests, batched continuously, forward by forward.
 
 TRACE is a CSV file with the columns TIMESTAMP, ContextTokens, GeneratedTokens (the Azure LLM inference traces' format).
 Without one, the first 2,000 requests of the Azure code trace of 2023 are used, which ship with k3comm (CC-BY 4.0).
@@ -23,7 +23,7 @@ from k3comm.cli import _choice, _console, _plots
 from k3comm.cli.schedule import StepCost, rows_of, schedule
 from k3comm.cli.trace import CITATION, Trace, load_trace, packaged_trace
 from k3comm.settings import Settings
-from k3comm.tiers import Agreement, Axes, Tier, Windows, select_tier
+from k3comm.tiers import Agreement, Axes, Tier, Windows, is_here, select_tier
 
 HELP = "which tiers a trace of requests would use, and how often"
 
@@ -113,6 +113,9 @@ def run(arguments: argparse.Namespace) -> int:
     idle = [tier.name for tier in agreed.capacities if not tally.forwards(tier)]
     if idle:
         notes.append(f"agreed but never chosen here: {', '.join(idle)}")
+    absent = [tier.name for tier in agreed.capacities if tally.forwards(tier) and not is_here(tier)]
+    if absent:
+        notes.append(f"not part of this version, so this is a machine to come: {', '.join(absent)}")
     if arguments.plot:
         _plots.draw_replay(_figure(tally, trace, arguments, used.windows), arguments.plot)
         notes.append(f"drawn in {arguments.plot}")

@@ -55,7 +55,7 @@ def _ask(question: Callable[[], T]) -> T | Unknown:
     try:
         return question()
     except Exception as error:  # whatever a driver, a container or a shim raises: an unknown, not an end
-        return Unknown(f"{type(error).__name__}: {error}")
+        return Unknown(str(error) if isinstance(error, LookupError) else f"{type(error).__name__}: {error}")
 
 
 def _host_memory() -> int:
@@ -72,7 +72,10 @@ def _can_share_memory() -> bool:
 
 
 def _driver_version() -> str:
-    ctypes.CDLL("libnvidia-ml.so.1")  # where there is no driver this fails at once, and the large module is not loaded
+    try:  # where there is no driver this fails at once, and the large module is not loaded
+        ctypes.CDLL("libnvidia-ml.so.1")
+    except OSError as error:
+        raise LookupError(f"no NVIDIA driver here ({error})") from None
     import pynvml
 
     pynvml.nvmlInit()

@@ -43,6 +43,7 @@ __all__ = [
     "Windows",
     "WindowsChoice",
     "choose_windows",
+    "is_here",
     "load_windows",
     "obstacle",
     "packaged_windows",
@@ -53,13 +54,17 @@ __all__ = [
 ]
 
 
+def is_here(tier: Tier) -> bool:
+    """Whether a module serves the tier, on some device. Loads no torch."""
+    return find_spec(f"{__name__}.{tier.name.lower()}") is not None
+
+
 @cache
 def plugin(tier: Tier) -> type[TailTier] | None:
     """The class behind an enum member: `Plugin` of the module named after it. None if that tier is not there."""
-    module = f"{__name__}.{tier.name.lower()}"
-    if find_spec(module) is None:
+    if not is_here(tier):
         return None
-    found: type[TailTier] = import_module(module).Plugin
+    found: type[TailTier] = import_module(f"{__name__}.{tier.name.lower()}").Plugin
     return found
 
 

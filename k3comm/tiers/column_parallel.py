@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-import torch
 from torch import Tensor
 
 from k3comm.facts import Facts, Reason, Verdict
@@ -34,23 +33,9 @@ class Plugin(LibraryTier):
         return Verdict.yes(), Verdict.yes()
 
     def _tail(self, call: TailCall) -> Tensor:
-        weights, num_tokens, columns = call.weights, call.routed.shape[0], self._columns()
-        z = self._normed_rows(call.routed, weights)
-        shared = call.shared.reshape(num_tokens, self._world_size, -1).transpose(0, 1)
-        shared = dense.sum_ranks(self._collectives.all_to_all(shared))
-        y = self._project(z, weights, None if weights.sharded else columns)
-        bias = None if weights.up_bias is None else weights.up_bias[columns]
-        if call.plan.output == "full":
-            residual = None if call.residual is None else call.residual[:, columns]
-            y = dense.add_up(y, weights.routed_scale, bias, shared, residual, self._context.dtype)
-            return self._gather_columns(y)
-        # Own rows of all columns: the residual has them only here, so what it is added to stays in fp32 until then.
-        dtype = self._context.dtype if call.residual is None else torch.float32
-        y = dense.add_up(y, weights.routed_scale, bias, shared, None, dtype)
-        own = self._collectives.all_to_all(self._pad_rows(y)).transpose(0, 1).flatten(1)
-        if call.residual is not None:
-            own = (own + call.residual).to(self._context.dtype)
-        return self._clear_past(own, num_tokens)
+        z = self._normed_rows(call.routed, call.weights)
+        shared = call.shared.reshape(call.shared.shape[0], self._world_size, -1).transpose(0, 1)
+        return self._finish_columns(z, dense.sum_ranks(self._collectives.all_to_all(shared)), call)
 
     def _normed_rows(self, routed: Tensor, weights: TailWeights) -> Tensor:
         """The normed latent rows [m, L] in fp32 on every rank, each normed by one: in the projection's precision."""

@@ -181,26 +181,38 @@ class LibraryTier(TailTier):
         weight = weights.up_weight if columns is None else weights.up_weight[columns]
         return dense.project(z, weight, precise=weights.precise)
 
-    def _gather_columns(self, x: Tensor) -> Tensor:
-        """This rank's columns [m, H/W] -> [m, H] from all ranks."""
-        return self._collectives.all_gather(x).transpose(0, 1).reshape(x.shape[0], -1)
-
-    def _whole_projection(self, z: Tensor, weights: TailWeights) -> Tensor:
-        """[m, H] in fp32 whether W_up is whole or sharded."""
-        y = self._project(z, weights)
-        return self._gather_columns(y) if weights.sharded and self._world_size > 1 else y
-
     def _add_up(self, projected: Tensor, weights: TailWeights, shared: Tensor, residual: Tensor | None) -> Tensor:
         return dense.add_up(projected, weights.routed_scale, weights.up_bias, shared, residual, self._context.dtype)
 
     def _finish_sums(self, latent: Tensor, shared: Tensor, call: TailCall) -> Tensor:
         """The end of the all-reduce tiers: complete sums [m, L] and [m, H] on every rank, in any dtype."""
         z = self._normed(latent.float(), call.weights)
-        if call.plan.output == "full":
-            return self._add_up(self._whole_projection(z, call.weights), call.weights, shared, call.residual)
         if call.weights.sharded:
-            y = self._rows_of(self._whole_projection(z, call.weights))
-        else:
-            y = self._project(self._rows_of(z), call.weights)
+            return self._finish_columns(z, shared[:, self._columns()], call)
+        if call.plan.output == "full":
+            return self._add_up(self._project(z, call.weights), call.weights, shared, call.residual)
+        y = self._project(self._rows_of(z), call.weights)
         out = self._add_up(y, call.weights, self._rows_of(shared), call.residual)
         return self._clear_past(out, call.routed.shape[0])
+
+    def _finish_columns(self, z: Tensor, shared: Tensor, call: TailCall) -> Tensor:
+        """Projects and finishes this rank's H/W columns of every row, then gathers columns, or exchanges rows of them.
+
+        Args:
+            z: [m, L], fp32, normed, on every rank.
+            shared: [m, H/W], the complete shared sum in this rank's columns, in any dtype.
+        """
+        weights, columns = call.weights, self._columns()
+        y = self._project(z, weights, None if weights.sharded else columns)
+        bias = None if weights.up_bias is None else weights.up_bias[columns]
+        if call.plan.output == "full":
+            residual = None if call.residual is None else call.residual[:, columns]
+            y = dense.add_up(y, weights.routed_scale, bias, shared, residual, self._context.dtype)
+            return self._collectives.all_gather(y).transpose(0, 1).reshape(y.shape[0], -1)
+        # Own rows of all columns: the residual has them only here, so what it is added to stays in fp32 until then.
+        dtype = self._context.dtype if call.residual is None else torch.float32
+        y = dense.add_up(y, weights.routed_scale, bias, shared, None, dtype)
+        own = self._collectives.all_to_all(self._pad_rows(y)).transpose(0, 1).flatten(1)
+        if call.residual is not None:
+            own = (own + call.residual).to(self._context.dtype)
+        return self._clear_past(own, call.routed.shape[0])

@@ -13,7 +13,7 @@ A file looks like this; every row is optional, but SEPARATE_REDUCE (the enum's l
     decode = "any"
 
     [settings]               # suggestions; arguments and the environment win
-    pdl = false
+    poll_deadline = 10
 
 Admission and preference are apart: whether a tier *can* run is voted on (`k3comm.negotiate`), whether it is *worth* it
 is written here. A tier without a row is never chosen, only forced.

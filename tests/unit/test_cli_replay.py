@@ -65,7 +65,10 @@ def test_a_small_trace(small: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert shown["total"]["most_decode_rows"] == 2
     assert shown["total"]["seconds"] == pytest.approx(9 + 48e-6)
     assert shown["trace"] == {"source": small, "citation": None, "requests": 3, "seconds": 9.0}
-    assert shown["notes"] == ["agreed but never chosen here: SEPARATE_REDUCE"]
+    assert shown["notes"] == [
+        "agreed but never chosen here: SEPARATE_REDUCE",
+        "not part of this version, so this is a machine to come: MULTIMEM_AR",
+    ]
 
 
 def test_the_text(small: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -220,6 +220,9 @@ def test_a_closed_communicator_says_so(comm: Communicator, tail: k3comm.MoETail)
     ):
         with pytest.raises(k3comm.ClosedError, match=message):
             call()
+    for call in (lambda: tail.plan(3), lambda: tail.explain(3), lambda: comm.explain(3), lambda: comm.reserve(3)):
+        with pytest.raises(k3comm.ClosedError, match=message):
+            call()
     assert "closed" in repr(comm)
 
 

@@ -310,3 +310,11 @@ def test_verdicts() -> None:
     assert not refused
     assert refused.capacity == 0
     assert str(refused) == "hidden_size is not a multiple of 8"
+
+
+def test_torchs_own_dtypes_are_understood() -> None:
+    import torch
+
+    assert LatentMoESpec(hidden_size=8, latent_size=8, top_k=1, dtype=torch.float32).dtype == "float32"  # type: ignore[arg-type]
+    with pytest.raises(InputError, match="dtype: 'float16' given; accepted are bfloat16, float32"):
+        LatentMoESpec(hidden_size=8, latent_size=8, top_k=1, dtype=torch.float16)  # type: ignore[arg-type]
