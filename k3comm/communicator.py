@@ -27,7 +27,7 @@ from k3comm.negotiate.arm import arm
 from k3comm.negotiate.exchange import Exchange, GroupExchange, SoloExchange, check_size
 from k3comm.operations import MoETailOp, Operation
 from k3comm.session import Session, check_name
-from k3comm.settings import Settings
+from k3comm.settings import Settings, vote_deadline
 from k3comm.spec import LatentMoESpec, ParallelLayout
 from k3comm.tiers.interface import Project, TierContext
 
@@ -77,30 +77,37 @@ class Communicator(Session):
         check_size(world_size)
         rank = 0 if group is None else dist.get_rank(group)
         backends = _backends(group) if group is not None else {}
-        place = _device(device, backends)
+        vote_group, vote_problem = _vote_group(group, cpu_group)
 
         def prepare() -> Local:
             check_name(name)
+            if vote_problem:
+                raise InputError(vote_problem)
             return prepare_local(
                 spec=spec,
                 layout=layout,
                 settings=settings,
                 operations=operations,
                 lanes=lanes,
-                device=place,
+                device=_device(device, backends),
                 backends=backends,
                 world_size=world_size,
+                name=name or "",
                 new_memory=partial(HostMemory, rank, world_size),
             )
-
-        vote_group = None if group is None or world_size == 1 else _vote_group(group, cpu_group)
 
         def exchange_within(deadline: float) -> Exchange:
             if exchange is not None:
                 return exchange
-            return SoloExchange() if vote_group is None else GroupExchange(vote_group, place, deadline)
+            return GroupExchange(vote_group, deadline) if vote_group is not None and world_size > 1 else SoloExchange()
 
-        local, decision, voted = agree(prepare, exchange_within, world_size)
+        local, decision, voted = agree(
+            prepare,
+            exchange_within,
+            rank=rank,
+            world_size=world_size,
+            fallback_deadline=vote_deadline(settings),
+        )
 
         def establish_more(nbytes: int) -> SymmetricMemory | str:
             memory = HostMemory(rank, world_size)
@@ -112,13 +119,13 @@ class Communicator(Session):
             group=group,
             rank=rank,
             world_size=world_size,
-            device=place,
+            device=local.device,
             dtype=getattr(torch, local.proposal.spec.dtype),
             lanes=local.proposal.lanes,
             establish=establish_more,
         )
         try:
-            _connect(group, place, world_size)
+            _connect(group, local.device, world_size)
             armed = arm(
                 local, decision, voted, lambda memory, offset: attrs.evolve(context, memory=memory, offset=offset)
             )
@@ -178,6 +185,8 @@ class Communicator(Session):
 
 def _check_group(group: dist.ProcessGroup | None, exchange: Exchange | None) -> int:
     """The number of ranks; InputError at once if this process can't take part."""
+    if exchange is not None and not isinstance(exchange, Exchange):
+        raise InputError(f"exchange: {exchange!r} given; accepted is a k3comm.Exchange")
     if group is None:
         if exchange is not None and exchange.size > 1:
             raise InputError(
@@ -204,14 +213,16 @@ def _check_group(group: dist.ProcessGroup | None, exchange: Exchange | None) -> 
     return dist.get_world_size(group)
 
 
-def _vote_group(group: dist.ProcessGroup, cpu_group: dist.ProcessGroup | None) -> dist.ProcessGroup:
+def _vote_group(
+    group: dist.ProcessGroup | None, cpu_group: dist.ProcessGroup | None
+) -> tuple[dist.ProcessGroup | None, str]:
+    """The group that carries the vote, and what is wrong with `cpu_group`: then the vote goes over the other one."""
     if cpu_group is None:
-        return group
-    if not isinstance(cpu_group, dist.ProcessGroup) or dist.get_process_group_ranks(
-        cpu_group
-    ) != dist.get_process_group_ranks(group):
-        raise InputError(f"cpu_group: {cpu_group!r} given; accepted is a group of the same ranks in the same order")
-    return cpu_group
+        return group, ""
+    ranks = dist.get_process_group_ranks
+    if group is not None and isinstance(cpu_group, dist.ProcessGroup) and ranks(cpu_group) == ranks(group):
+        return cpu_group, ""
+    return group, f"cpu_group: {cpu_group!r} given; accepted is a group of the same ranks in the same order"
 
 
 def _connect(group: dist.ProcessGroup | None, place: torch.device, world_size: int) -> None:
@@ -234,8 +245,11 @@ def _device(device: torch.device | str | None, backends: dict[str, str]) -> torc
         place = torch.device(device)
     except (RuntimeError, TypeError) as error:
         raise InputError(f"device: {device!r} given; accepted is a torch.device or its name ({error})") from None
-    if place.type not in ("cpu", "cuda"):
+    if place.type == "cpu":
+        return torch.device("cpu")  # without an index, as tensors have it
+    if place.type != "cuda":
         raise InputError(f"device: {device!r} given; accepted are cpu and cuda")
-    if place.type == "cuda" and place.index is None:
-        place = torch.device("cuda", torch.cuda.current_device())
-    return place
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if count == 0 or (place.index is not None and place.index >= count):
+        raise InputError(f"device: {device!r} given; {count} CUDA devices are to be had here")
+    return torch.device("cuda", torch.cuda.current_device() if place.index is None else place.index)

@@ -5,7 +5,8 @@ Everything that is wrong with a call is found before a peer is involved, so that
 
 from __future__ import annotations
 
-import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -20,6 +21,11 @@ from k3comm.tiers import Axes, Tier, plugins
 from k3comm.tiers.interface import Plan, Project, TailCall, TailWeights
 from k3comm.tiers.separate_reduce import Plugin as SeparateReduce
 
+MAX_SCALE = 3.0e38
+"""Of `routed_scale`: what fp32 holds."""
+MAX_PLANS = 16384
+"""Plans that one table remembers: twice the rows of a large prefill, about 3 MB."""
+
 
 class _Plans(dict[int, Plan]):
     """Plans by number of tokens for one pair of graph and decode, made when first asked for."""
@@ -29,6 +35,8 @@ class _Plans(dict[int, Plan]):
         self._tail, self._graph, self._decode = tail, graph, decode
 
     def __missing__(self, num_tokens: int) -> Plan:
+        if len(self) >= MAX_PLANS:
+            self.clear()
         plan = self[num_tokens] = self._tail._plan(num_tokens, self._graph, self._decode, None, "full", False)
         return plan
 
@@ -193,12 +201,16 @@ class MoETail:
             [m, L], the sum over the ranks; in the spec's dtype, or fp32 for a precise handle. For `finish`.
         """
         self._check_rows("routed", routed, self._session.spec.latent_size)
-        tier = self._session._tier(Tier.SEPARATE_REDUCE)
+        graph, decode = self._session.axes
+        plan = self.plan(routed.shape[0], graph, decode, Tier.SEPARATE_REDUCE)
+        self._check_capture(plan)
+        tier = self._session._tier(plan.tier)
         if not isinstance(tier, SeparateReduce):
             raise TypeError(f"SEPARATE_REDUCE is served by {type(tier).__name__}")
         if routed.shape[0] == 0:
             return routed.to(self._latent_dtype, copy=True)
-        return tier.reduce(routed, self._weights)
+        with self._between_collectives():
+            return tier.reduce(routed, self._weights)
 
     @torch.no_grad()
     def finish(
@@ -334,8 +346,34 @@ class MoETail:
             lane=session.lane,
             layer=self.layer_index,
         )
-        out = session._tier(plan.tier).run(call)
+        tier = session._tier(plan.tier)
+        with self._between_collectives():
+            out = tier.run(call)
         return out if normed is None else (out, normed)
+
+    @contextmanager
+    def _between_collectives(self) -> Iterator[None]:
+        """Once a call has begun to talk, an error ends the communicator: peers may be at another collective by now.
+
+        Autocast would round what a tier keeps in fp32.
+        """
+        kind = self._session.device.type
+        try:
+            if torch.is_autocast_enabled(kind):
+                with torch.autocast(kind, enabled=False):
+                    yield
+            else:
+                yield
+        except BaseException as error:
+            self._session.broken = self._session.broken or f"{type(error).__name__}: {error}"
+            raise
+
+    def _check_capture(self, plan: Plan) -> None:
+        if self._session.device.type == "cuda" and not plan.graph and torch.cuda.is_current_stream_capturing():
+            raise CaptureError(
+                "a CUDA graph is being captured, and the plan is not for a graph; capture inside "
+                "comm.step(graph=True), so that every rank chooses as it will at replay"
+            )
 
     def _check_or_make_plan(self, plan: Plan | None, rows: int, output: str, next_norm: bool) -> Plan:
         session = self._session
@@ -353,11 +391,7 @@ class MoETail:
             why = self._refused(output, next_norm).get(plan.tier)
             if why is not None:
                 raise PlanError(f"plan: {plan.tier.name} can't serve layer {self.layer_index}: {why}")
-        if session.device.type == "cuda" and not plan.graph and torch.cuda.is_current_stream_capturing():
-            raise CaptureError(
-                "a CUDA graph is being captured, and the plan is not for a graph; capture inside "
-                "comm.step(graph=True), so that every rank chooses as it will at replay"
-            )
+        self._check_capture(plan)
         return plan
 
     def _plan(
@@ -414,8 +448,7 @@ class MoETail:
             raise InputError(f"{name}: shape {tuple(x.shape)} given; accepted is [m, {width}]")
         if x.dtype != dtype:
             raise InputError(f"{name}: {x.dtype} given; accepted is {dtype}")
-        if x.device != session.device:
-            raise InputError(f"{name}: on {x.device}; accepted is {session.device}")
+        _check_dense(name, x, session)
 
 
 def checked_weights(
@@ -441,8 +474,12 @@ def checked_weights(
     for name, flag in (("precise", precise), ("sharded", sharded)):
         if not isinstance(flag, bool) and not (name == "sharded" and flag is None):
             raise InputError(f"{name}: {flag!r} given; accepted are True and False")
-    if isinstance(routed_scale, bool) or not isinstance(routed_scale, int | float) or not math.isfinite(routed_scale):
-        raise InputError(f"routed_scale: {routed_scale!r} given; accepted are finite numbers")
+    if (
+        isinstance(routed_scale, bool)
+        or not isinstance(routed_scale, int | float)
+        or not abs(routed_scale) <= MAX_SCALE
+    ):
+        raise InputError(f"routed_scale: {routed_scale!r} given; accepted are numbers that fp32 holds")
     if norm_weight is not None:
         _check_vector("norm_weight", norm_weight, latent, session)
     if up_bias is not None:
@@ -480,5 +517,11 @@ def _check_vector(name: str, x: Tensor, width: int, session: Session) -> None:
 def _check_place(name: str, x: Tensor, dtypes: tuple[torch.dtype, ...], session: Session) -> None:
     if x.dtype not in dtypes:
         raise InputError(f"{name}: {x.dtype} given; accepted are {' and '.join(map(str, dict.fromkeys(dtypes)))}")
+    _check_dense(name, x, session)
+
+
+def _check_dense(name: str, x: Tensor, session: Session) -> None:
     if x.device != session.device:
         raise InputError(f"{name}: on {x.device}; accepted is {session.device}")
+    if x.layout is not torch.strided:
+        raise InputError(f"{name}: {x.layout} given; accepted is torch.strided")

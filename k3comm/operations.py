@@ -86,6 +86,7 @@ class Proposal:
         operations: what will be asked for.
         lanes: micro-batches in flight.
         world_size: ranks W.
+        name: the communicator's, where it was given; "" where it is a counter's, which may differ between ranks.
     """
 
     spec: LatentMoESpec
@@ -94,3 +95,4 @@ class Proposal:
     operations: tuple[Operation, ...] = (MoETailOp(),)
     lanes: int = 1
     world_size: int
+    name: str = ""

@@ -6,9 +6,11 @@ import itertools
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from types import TracebackType
 from typing import Protocol, TypeVar
 
+import attrs
 import torch.distributed as dist
 
 from k3comm.errors import ClosedError, InputError, PlanError, TierUnavailableError
@@ -22,6 +24,19 @@ from k3comm.tiers.interface import Plan, TailTier, TierContext
 _serials = itertools.count()
 _sessions: weakref.WeakValueDictionary[str, Session] = weakref.WeakValueDictionary()
 _Self = TypeVar("_Self", bound="Session")
+
+
+@attrs.frozen(eq=False)
+class _Step:
+    """What `Session.step` sets."""
+
+    session: Session | None
+    axes: tuple[bool, bool]
+    lane: int
+
+
+_OUTSIDE = _Step(None, (False, False), 0)
+_steps: ContextVar[tuple[_Step, ...]] = ContextVar("k3comm steps", default=())
 
 
 class Handle(Protocol):
@@ -42,9 +57,8 @@ class Session:
         agreement: the agreed tiers, each with the rows that all ranks can take.
         windows: for which token counts each is worth choosing.
         proposal: what was voted on. lanes: micro-batches in flight.
-        axes, lane: the present step's (graph, decode) and micro-batch; both False and 0 outside a step.
         report: who can do what, and why not.
-        handles: by layer index. closed: `close` was called.
+        handles: by layer index. closed: `close` was called. broken: the error that ended it; "" while it works.
     """
 
     def __init__(self, local: Local, decision: Decision, armed: Armed, context: TierContext, name: str) -> None:
@@ -71,12 +85,11 @@ class Session:
             decision=decision,
             numerics={tier: plugin.numerics for tier, plugin in present.items()},
         )
-        self.axes = (False, False)
-        self.lane = 0
         self.proposal = local.proposal
         self.lanes = local.proposal.lanes
         self._identity = (name, next(_serials))
         self.closed = False
+        self.broken = ""
         self.handles: dict[int, Handle] = {}
         self._tiers: dict[Tier, TailTier] = dict(armed.tiers)
         self._memories = armed.memories
@@ -95,11 +108,30 @@ class Session:
         Axes(num_tokens=0, graph=graph, decode=decode)  # validates
         if type(lane) is not int or not 0 <= lane < self.lanes:
             raise InputError(f"lane: {lane!r} given; accepted are 0 to {self.lanes - 1} (lanes={self.lanes})")
-        before, self.axes, self.lane = (self.axes, self.lane), (graph, decode), lane
+        mine = _Step(self, (graph, decode), lane)
+        _steps.set((*_steps.get(), mine))
         try:
             yield
         finally:
-            self.axes, self.lane = before
+            # By identity, not by position: steps that are left out of order (generators) leave nothing behind.
+            _steps.set(tuple(step for step in _steps.get() if step is not mine))
+
+    @property
+    def axes(self) -> tuple[bool, bool]:
+        """The present step's (graph, decode) in this thread or task; both False outside a step."""
+        return self._step.axes
+
+    @property
+    def lane(self) -> int:
+        """The present step's micro-batch; 0 outside a step."""
+        return self._step.lane
+
+    @property
+    def _step(self) -> _Step:
+        for step in reversed(_steps.get()):
+            if step.session is self:
+                return step
+        return _OUTSIDE
 
     def explain(self, num_tokens: int, *, graph: bool = False, decode: bool = False) -> Explanation:
         """The tier for a forward, and the failed condition of every better one, for a tail without extras.
@@ -166,6 +198,11 @@ class Session:
     def _check_open(self) -> None:
         if self.closed:
             raise ClosedError(f"communicator {self.name} is closed")
+        if self.broken:
+            raise ClosedError(
+                f"communicator {self.name} can't go on: a call failed between its collectives, and what peers did then "
+                f"is not known ({self.broken}); close it and negotiate anew, in new processes where a peer is gone"
+            )
 
     def _tier(self, tier: Tier) -> TailTier:
         self._check_open()

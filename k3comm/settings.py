@@ -232,6 +232,15 @@ class Settings:
         return {f.name: _show(getattr(self, f.name), f.metadata["none"]) for f in fields}
 
 
+def vote_deadline(settings: object) -> float:
+    """The deadline of a vote by a rank whose settings as a whole are not to be had; what can be read of it counts."""
+    given = settings if isinstance(settings, Settings) else Settings()
+    try:
+        return Settings.from_env(given).vote_deadline
+    except SettingsError:
+        return given.vote_deadline
+
+
 def _fields() -> list[attrs.Attribute[Any]]:
     return [field for field in attrs.fields(Settings) if "env" in field.metadata]
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from typing import Any
 
 import attrs
@@ -10,6 +9,8 @@ import attrs
 from k3comm.errors import InputError
 from k3comm.tiers.select import UNLIMITED
 
+MIN_EPS, MAX_EPS = 1e-37, 1e37
+"""Of `rms_eps`: fp32, in which the norm is taken, has no normal numbers beyond."""
 DTYPES = ("bfloat16", "float32")
 """Element types that the tail serves; float32 by the library tiers only."""
 
@@ -27,9 +28,14 @@ def whole_number(low: int, high: int = UNLIMITED) -> Any:
     return check
 
 
+def _number(value: Any) -> Any:
+    """An int as the float it is, so that ranks which write 1 and 1.0 have the same."""
+    return float(value) if type(value) is int and abs(value) < 2**53 else value
+
+
 def _eps(instance: object, attribute: attrs.Attribute[Any], value: Any) -> None:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= sys.float_info.max:
-        raise InputError(f"LatentMoESpec.rms_eps: {value!r} given; accepted are finite numbers above 0")
+    if type(value) is not float or not MIN_EPS <= value <= MAX_EPS:
+        raise InputError(f"LatentMoESpec.rms_eps: {value!r} given; accepted are numbers from {MIN_EPS} to {MAX_EPS}")
 
 
 def _boolean(instance: object, attribute: attrs.Attribute[Any], value: Any) -> None:
@@ -66,7 +72,7 @@ class LatentMoESpec:
     hidden_size: int = attrs.field(validator=whole_number(1))
     latent_size: int = attrs.field(validator=whole_number(1))
     top_k: int = attrs.field(validator=whole_number(1))
-    rms_eps: float = attrs.field(default=1e-5, validator=_eps)
+    rms_eps: float = attrs.field(default=1e-5, converter=_number, validator=_eps)
     max_tokens: int = attrs.field(default=8192, validator=whole_number(1))
     dtype: str = attrs.field(default="bfloat16", converter=_dtype_name, validator=_dtype)
 

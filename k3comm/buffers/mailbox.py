@@ -345,9 +345,9 @@ class MailboxLane:
         self._peers = [(rank + step) % W for step in range(1, W + 1)]
         # Payload passes through private memory: any layout becomes words, and the caller's data is left as it is.
         with torch.inference_mode(False):  # tensors made inside it could not be written to outside
-            self._latent = torch.empty(rows, L, dtype=torch.bfloat16)
-            self._shared = torch.empty(rows, W * C, dtype=torch.bfloat16)
-            self._columns = torch.empty(rows, C, dtype=torch.bfloat16)
+            self._latent = torch.empty(rows, L, dtype=torch.bfloat16, device="cpu")
+            self._shared = torch.empty(rows, W * C, dtype=torch.bfloat16, device="cpu")
+            self._columns = torch.empty(rows, C, dtype=torch.bfloat16, device="cpu")
         self._views: dict[tuple[int, int], _Views] = {}
         self._fence = threading.Lock()
         self.region_number = self.previous_rows = self.calls = 0

@@ -74,7 +74,7 @@ def project_rows(z: Tensor, weight: Tensor) -> Tensor:
     rows = max(1, ROWS_BLOCK_BYTES // (4 * weight.shape[1]))
     out = z.new_empty(z.shape[0], weight.shape[0])
     # Always through the same buffer: a BLAS may choose its order by the address that it is given.
-    row = torch.empty(z.shape[1])
+    row = z.new_empty(z.shape[1])
     for first in range(0, weight.shape[0], rows):
         block = weight[first : first + rows].float()
         for token in range(z.shape[0]):
@@ -99,7 +99,9 @@ def project(z: Tensor, weight: Tensor, *, precise: bool = False) -> Tensor:
         return z @ weight.t()
     terms = z.to(weight.dtype)
     if precise:
-        terms = torch.cat((terms, (z - terms).to(weight.dtype)))
+        # Where the high term is infinite the low one is nothing: inf - inf would make a NaN of it.
+        low = torch.where(terms.isfinite(), z - terms, 0.0)
+        terms = torch.cat((terms, low.to(weight.dtype)))
     out = _mm_fp32(terms, weight)
     return out[: z.shape[0]] + out[z.shape[0] :] if precise else out
 
@@ -110,7 +112,7 @@ def _mm_fp32(a: Tensor, weight: Tensor) -> Tensor:
         return torch.mm(a, weight.t(), out_dtype=torch.float32)
     # BF16 GEMMs on CPU round their result, so the weights are widened instead, a block at a time.
     rows = max(1, PROJECTION_BLOCK_BYTES // (4 * weight.shape[1]))
-    widened, out = a.float(), torch.empty(a.shape[0], weight.shape[0])
+    widened, out = a.float(), a.new_empty(a.shape[0], weight.shape[0], dtype=torch.float32)
     for first in range(0, weight.shape[0], rows):
         out[:, first : first + rows] = widened @ weight[first : first + rows].float().t()
     return out

@@ -38,6 +38,7 @@ class Local:
     """
 
     facts: Facts
+    device: torch.device
     proposal: Proposal
     choice: WindowsChoice
     ballot: Ballot
@@ -60,6 +61,7 @@ def prepare_local(
     device: torch.device,
     backends: dict[str, str],
     world_size: int,
+    name: str,
     new_memory: Callable[[], SymmetricMemory],
 ) -> Local:
     """Validates, reads the environment and the windows, looks at this rank, allocates. Talks to nobody.
@@ -109,6 +111,7 @@ def prepare_local(
         operations=tuple(operations),
         lanes=lanes,
         world_size=world_size,
+        name=name,
     )
     blocks = plan_blocks(proposal)
     memories = _allocate(blocks, facts, new_memory)
@@ -119,6 +122,7 @@ def prepare_local(
     }
     return Local(
         facts=facts,
+        device=device,
         proposal=proposal,
         choice=choice,
         ballot=ballot(facts, proposal, choice.windows, unallocated),
@@ -146,14 +150,20 @@ def _allocate(
 
 
 def agree(
-    prepare: Callable[[], Local], exchange_within: Callable[[float], Exchange], world_size: int
+    prepare: Callable[[], Local],
+    exchange_within: Callable[[float], Exchange],
+    *,
+    rank: int,
+    world_size: int,
+    fallback_deadline: float,
 ) -> tuple[Local, Decision, Exchange]:
     """Votes on what `prepare` gives.
 
     Args:
         prepare: this rank's part; may raise.
         exchange_within: the exchange whose collectives take at most so many seconds.
-        world_size: ranks W.
+        rank, world_size: place in the group, and its size W.
+        fallback_deadline: seconds for the exchange where `prepare` did not get as far as settings.
 
     Raises:
         NegotiationError: on every rank alike: a rank can't take part, fields differ, ranks share a GPU, or a tier
@@ -164,13 +174,18 @@ def agree(
     try:
         local = prepare()
         mine, deadline = local.ballot, local.proposal.settings.vote_deadline
-    except Exception as error:  # any end of this rank here would leave its peers waiting: it is voted
+        cells = mine.matrix(rank)
+    except Exception as error:  # any end of this rank here would leave its peers waiting, so it is voted on
         if world_size == 1:
             raise
-        mine, cause, deadline = Ballot(failure=describe(error)), error, Settings().vote_deadline
+        if local is not None:
+            local.release()
+        local, cause, deadline = None, error, fallback_deadline
+        mine = Ballot(failure=describe(error))
+        cells = mine.matrix(rank)
     exchange = exchange_within(deadline)
     try:
-        decision = decide(exchange.min(mine.matrix(exchange.rank)), world_size)
+        decision = decide(exchange.min(cells), world_size)
         if decision.failed or decision.mismatched or local is None:
             texts = exchange.gather(mine.text(decision.mismatched))
             raise NegotiationError(disagreement(decision, texts)) from cause
@@ -188,9 +203,7 @@ def check_force(settings: Settings, decision: Decision) -> None:
     """Raises NegotiationError, alike on every rank, if the tier that is asked for by name is not agreed."""
     force = settings.force
     if isinstance(force, Tier) and force not in decision.capacities:
-        raise NegotiationError(
-            f"force ({settings.sources['force']}): {force.name} is not agreed; {decision.refusal(force)}"
-        )
+        raise NegotiationError(f"force: {force.name} is asked for by name and not agreed; {decision.refusal(force)}")
 
 
 def _instance(name: str, value: object, kind: type) -> None:

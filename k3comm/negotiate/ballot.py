@@ -38,6 +38,8 @@ def ballot(
                 **_table(proposal.layout),
                 "world_size": str(proposal.world_size),
                 "lanes": str(proposal.lanes),
+                "device": facts.device,
+                "name": proposal.name,
             },
             "settings": proposal.settings.describe(uniform_only=True),
             "operations": {type(operation).__name__: str(operation) for operation in proposal.operations},

@@ -46,7 +46,7 @@ Fields = Mapping[str, Mapping[str, str]]
 
 def digest(text: str) -> int:
     """A hash that is the same in every process: 62 bits of SHA-256."""
-    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 2
+    return int.from_bytes(hashlib.sha256(text.encode("utf-8", "surrogatepass")).digest()[:8], "big") >> 2
 
 
 @attrs.frozen(kw_only=True)
@@ -84,14 +84,16 @@ class Ballot:
 
     def text(self, groups: Sequence[str]) -> bytes:
         """TEXT_BYTES of JSON for the gather: the failure, or the values of `groups`, cut to fit."""
-        shown: dict[str, object] = {"failure": self.failure[: 8 * VALUE_CHARACTERS]}
-        for group in groups:
-            values = self.fields.get(group, {})
-            shown[group] = {name: _cut(value) for name, value in values.items()}
-        payload = json.dumps(shown).encode()
-        if len(payload) > TEXT_BYTES:
-            payload = json.dumps({"failure": shown["failure"], "cut": True}).encode()
-        return payload.ljust(TEXT_BYTES, b" ")
+        # A character takes up to 12 bytes in JSON, so what fits is found by trying.
+        for limit in (VALUE_CHARACTERS, VALUE_CHARACTERS // 4, VALUE_CHARACTERS // 16):
+            shown: dict[str, object] = {"failure": self.failure[: 8 * limit]}
+            for group in groups:
+                values = self.fields.get(group, {})
+                shown[group] = {name: _cut(value, limit) for name, value in values.items()}
+            payload = json.dumps(shown).encode()
+            if len(payload) <= TEXT_BYTES:
+                return payload.ljust(TEXT_BYTES, b" ")
+        return json.dumps({"failure": self.failure[:VALUE_CHARACTERS]}).encode().ljust(TEXT_BYTES, b" ")
 
 
 @attrs.frozen
@@ -233,7 +235,7 @@ def _unpack(capacity: int, reason: int) -> Verdict:
     return Verdict(capacity, Reason(reason // _REASON_SHIFT), reason % _REASON_SHIFT)
 
 
-def _cut(value: str) -> str:
-    if len(value) <= VALUE_CHARACTERS:
+def _cut(value: str, limit: int) -> str:
+    if len(value) <= limit:
         return value
-    return f"{value[:VALUE_CHARACTERS]}... ({len(value)} characters, SHA-256 {digest(value):x})"
+    return f"{value[:limit]}... ({len(value)} characters, SHA-256 {digest(value):x})"

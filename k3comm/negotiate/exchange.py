@@ -55,14 +55,13 @@ class GroupExchange:
 
     Args:
         group: the group; this process must be a member.
-        device: where NCCL-only groups keep their tensors.
         deadline: seconds for each collective on CPU.
     """
 
-    def __init__(self, group: dist.ProcessGroup, device: torch.device, deadline: float) -> None:
+    def __init__(self, group: dist.ProcessGroup, deadline: float) -> None:
         self._group = group
         on_cpu = any(kind.type == "cpu" for kind in group._device_types)
-        self._device = torch.device("cpu") if on_cpu else device
+        self._device = torch.device("cpu" if on_cpu else "cuda")
         self._deadline = deadline
         self.rank = dist.get_rank(group)
         self.size = dist.get_world_size(group)

@@ -168,6 +168,9 @@ class LibraryTier(TailTier):
         width = self._context.spec.hidden_size // (self._world_size if weights.sharded else 1)
         if weights.project is not None:
             out = weights.project(z.to(self._context.dtype))
+            if not isinstance(out, Tensor) or not out.is_floating_point() or out.device != z.device:
+                given = f"{out.dtype} on {out.device}" if isinstance(out, Tensor) else type(out).__name__
+                raise InputError(f"project: returned {given}; accepted is a floating-point tensor on {z.device}")
             if tuple(out.shape) != (z.shape[0], width):
                 raise InputError(
                     f"project: returned {tuple(out.shape)}; accepted is {(z.shape[0], width)} "

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-import torch
 from torch import Tensor
 
 from k3comm.buffers.mailbox import FRAGMENT, MailboxLayout, MailboxPool, mailbox_bytes
@@ -44,7 +43,10 @@ class Plugin(TailTier):
 
     @classmethod
     def verdict(cls, facts: Facts, proposal: Proposal) -> tuple[Verdict, Verdict]:
-        return _shape_verdict(proposal) or host_verdict(facts, proposal.spec, MAX_ROWS), Verdict.no(Reason.ACROSS_HOSTS)
+        here = _shape_verdict(proposal)
+        if here is None:
+            here = host_verdict(facts, proposal.spec, MAX_ROWS)
+        return here, Verdict.no(Reason.ACROSS_HOSTS)
 
     @classmethod
     def footprint(cls, proposal: Proposal) -> BufferRequest | None:
@@ -107,7 +109,7 @@ class Plugin(TailTier):
             context.dtype,
         )
         lane.publish_columns(out)
-        whole = torch.empty(rows, context.spec.hidden_size, dtype=context.dtype)
+        whole = out.new_empty(rows, context.spec.hidden_size)
         lane.wait_columns(whole)
         lane.end()
         if call.normed is not None and call.next_norm_weight is not None:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 
 import attrs
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -83,7 +84,13 @@ def negotiated(prepares: Sequence[Callable[[], Local]]) -> list[object]:
 
     def rank_main(rank: int) -> None:
         try:
-            outcomes[rank] = agree(prepares[rank], lambda deadline: together.at(rank), len(prepares))
+            outcomes[rank] = agree(
+                prepares[rank],
+                lambda deadline: together.at(rank),
+                rank=rank,
+                world_size=len(prepares),
+                fallback_deadline=60.0,
+            )
         except Exception as error:
             outcomes[rank] = error
 
@@ -106,6 +113,7 @@ def local(facts: Facts, settings: Settings | None = None, layout: ParallelLayout
     choice: WindowsChoice = choose_windows(facts.family, facts.world_size)
     return Local(
         facts=facts,
+        device=torch.device(facts.device),
         proposal=proposal,
         choice=choice,
         ballot=ballot(facts, proposal, choice.windows),
@@ -305,3 +313,29 @@ def test_columns_need_a_divisible_width(hidden: int, world_size: int) -> None:
     assert bool(said[0]) == bool(said[1]) == (hidden % world_size == 0)
     if hidden % world_size:
         assert str(said[0]) == f"hidden_size is not a multiple of {world_size}"
+
+
+texts = st.text(st.characters(), max_size=40).flatmap(lambda text: st.integers(1, 400).map(lambda n: text * n))
+
+
+@given(texts, st.dictionaries(st.text(max_size=20), texts, max_size=60))
+def test_any_text_fits_the_gather_and_the_matrix(failure: str, values: dict[str, str]) -> None:
+    """Emoji take 12 bytes in JSON, and a lone surrogate has no UTF-8: neither may end a rank, or a peer."""
+    one = healthy(failure=failure, host=failure, device_uuid=failure, fields={**healthy().fields, "spec": values})
+    assert len(one.matrix(0)) == MAX_RANKS * COLUMNS
+    for groups in ((), ("spec",), GROUPS):
+        assert len(one.text(groups)) == TEXT_BYTES
+
+
+def test_emoji_and_surrogates() -> None:
+    for failure in ("\U0001f600" * 2400, "\udcff" * 5000, "h\udcff"):
+        assert len(healthy(failure=failure).text(())) == TEXT_BYTES
+        assert healthy(host=failure).matrix(0)[4] != healthy(host="h").matrix(0)[4]
+
+
+def test_a_shape_without_fragments_is_refused_by_its_own_reason() -> None:
+    spec = attrs.evolve(SPEC, hidden_size=8)
+    proposal = Proposal(spec=spec, layout=ParallelLayout(), settings=Settings(), world_size=3)
+    said = plugins()[Tier.TAIL_FUSION].verdict(laptop_facts(world_size=3), proposal)
+    assert str(said[0]) == "hidden_size is not a multiple of 24"
+    assert plugins()[Tier.TAIL_FUSION].footprint(proposal) is None

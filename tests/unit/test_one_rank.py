@@ -114,9 +114,9 @@ bf16 = torch.bfloat16
         ({"norm_weight": torch.ones(8).half()}, "norm_weight: torch.float16 given; accepted are torch.bfloat16 and"),
         ({"up_bias": torch.ones(8)}, "up_bias: (8,) given; accepted is a tensor [24]"),
         ({"up_bias": 0.5}, "up_bias: float given; accepted is a tensor [24]"),
-        ({"routed_scale": math.nan}, "routed_scale: nan given; accepted are finite numbers"),
-        ({"routed_scale": "2"}, "routed_scale: '2' given; accepted are finite numbers"),
-        ({"routed_scale": True}, "routed_scale: True given; accepted are finite numbers"),
+        ({"routed_scale": math.nan}, "routed_scale: nan given; accepted are numbers that fp32 holds"),
+        ({"routed_scale": "2"}, "routed_scale: '2' given; accepted are numbers that fp32 holds"),
+        ({"routed_scale": True}, "routed_scale: True given; accepted are numbers that fp32 holds"),
         ({"precise": 1}, "precise: 1 given; accepted are True and False"),
         ({"up_weight": None, "project": 3}, "project: 3 given; accepted is a callable z [m, 8] -> [m, 24]"),
         ({"up_weight": None, "project": lambda z: z, "precise": True}, "precise: True given with project"),
@@ -269,3 +269,74 @@ def test_the_probe_never_raises_and_knows_this_machine(monkeypatch: pytest.Monke
     facts = probe(torch.device("cpu"), world_size=1, backend="", host_identity="mine")
     assert str(facts.free_memory) == "unknown: OSError: no such thing"
     assert facts.host == "mine"
+
+
+@pytest.mark.parametrize("precise", [False, True])
+def test_infinity_passes_the_projection(comm: Communicator, precise: bool) -> None:
+    """A high + low pair must not make a NaN of inf - inf."""
+    tail = comm.moe_tail(layer_index=0, up_weight=torch.ones(24, 8, dtype=bf16), precise=precise)
+    routed = torch.zeros(2, 8, dtype=bf16)
+    routed[0, 0] = float("inf")
+    out = tail(routed, rows(2, 24))
+    assert torch.isposinf(out[0]).all()
+    assert torch.count_nonzero(out[1]) == 0
+
+
+def test_only_strided_tensors(comm: Communicator, tail: k3comm.MoETail) -> None:
+    with pytest.raises(k3comm.InputError, match=re.escape("shared: torch.sparse_coo given; accepted is torch.strided")):
+        tail(rows(2, 8), rows(2, 24).to_sparse())
+    with pytest.raises(k3comm.InputError, match=re.escape("up_weight: torch.sparse_coo given; accepted is")):
+        comm.moe_tail(layer_index=7, up_weight=W.to_sparse())
+
+
+@pytest.mark.parametrize("result", [None, (1,), 3, "complex", "meta"])
+def test_what_a_projection_may_return(comm: Communicator, result: object) -> None:
+    made = (
+        {
+            "complex": torch.zeros(3, 24, dtype=torch.complex64),
+            "meta": torch.zeros(3, 24, device="meta"),
+        }.get(result, result)
+        if isinstance(result, str)
+        else result
+    )
+    tail = comm.moe_tail(layer_index=0, project=lambda z: made)
+    with pytest.raises(k3comm.InputError, match=r"project: returned .*; accepted is a floating-point tensor on cpu"):
+        tail(rows(3, 8), rows(3, 24))
+
+
+def test_steps_that_leave_out_of_order_leave_nothing_behind(comm: Communicator) -> None:
+    first, second = comm.step(graph=True), comm.step(decode=True)
+    first.__enter__()
+    second.__enter__()
+    assert comm.axes == (False, True)
+    first.__exit__(None, None, None)
+    assert comm.axes == (False, True)
+    second.__exit__(None, None, None)
+    assert comm.axes == (False, False)
+
+
+def test_threads_have_steps_of_their_own(comm: Communicator) -> None:
+    import threading
+
+    seen = []
+    with comm.step(graph=True, decode=True):
+        thread = threading.Thread(target=lambda: seen.append(comm.axes))
+        thread.start()
+        thread.join()
+        assert comm.axes == (True, True)
+    assert seen == [(False, False)]
+
+
+def test_the_plan_memo_is_bounded(tail: k3comm.MoETail, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("k3comm.moe_tail.MAX_PLANS", 10)
+    for m in range(100):
+        assert tail.plan(m).num_tokens == m
+    assert len(tail._eager) <= 10
+
+
+def test_a_device_that_is_not_here(comm: Communicator) -> None:
+    assert Communicator.negotiate(SPEC, device="cpu:0").device == torch.device("cpu")
+    with pytest.raises(k3comm.InputError, match=r"device: 'cuda:999' given; \d+ CUDA devices are to be had here"):
+        Communicator.negotiate(SPEC, device="cuda:999")
+    with pytest.raises(k3comm.InputError, match=re.escape("exchange: 5 given; accepted is a k3comm.Exchange")):
+        Communicator.negotiate(SPEC, exchange=5)

@@ -115,18 +115,36 @@ def test_what_a_spec_must_be_given(name: str) -> None:
         LatentMoESpec(**given)
 
 
-@pytest.mark.parametrize("eps", [1e-5, 1e-6, 5e-324, 1, 1.5, 1.7976931348623157e308])
+@pytest.mark.parametrize("eps", [1e-5, 1e-6, 1e-37, 1, 1.5, 1e37])
 def test_eps(eps: float) -> None:
     assert LatentMoESpec(**valid(LatentMoESpec, rms_eps=eps)).rms_eps == eps
 
 
 @pytest.mark.parametrize(
     "eps",
-    [0, 0.0, -0.0, -1e-5, math.nan, math.inf, -math.inf, True, False, "1e-5", None, 10**400, 1e-5j, [1e-5]],
+    [
+        0,
+        0.0,
+        -0.0,
+        -1e-5,
+        math.nan,
+        math.inf,
+        -math.inf,
+        True,
+        False,
+        "1e-5",
+        None,
+        10**400,
+        1e-5j,
+        [1e-5],
+        5e-324,
+        1.7976931348623157e308,
+    ],
     ids=repr,
 )
 def test_bad_eps(eps: Any) -> None:
-    expected = f"LatentMoESpec.rms_eps: {eps!r} given; accepted are finite numbers above 0"
+    shown = float(eps) if type(eps) is int and eps == 0 else eps
+    expected = f"LatentMoESpec.rms_eps: {shown!r} given; accepted are numbers from 1e-37 to 1e+37"
     assert refusal(LatentMoESpec, **valid(LatentMoESpec, rms_eps=eps)) == expected
 
 
