@@ -661,7 +661,7 @@ for make in (random_case, integer_case):
 """
     there = subprocess.run(
         [sys.executable, "-c", code],
-        cwd=Path(reference.__file__).parents[2],
+        cwd=Path(reference.__file__).parents[3],
         capture_output=True,
         text=True,
         check=True,
