@@ -20,8 +20,9 @@ from torch import Tensor
 
 from k3comm.buffers.host import HostMemory
 from k3comm.buffers.symmetric import SymmetricMemory, establish
+from k3comm.checks import checked_weights
 from k3comm.errors import InputError
-from k3comm.moe_tail import MoETail, checked_weights
+from k3comm.moe_tail import MoETail
 from k3comm.negotiate.agree import Local, agree, check_force, prepare_local
 from k3comm.negotiate.arm import arm
 from k3comm.negotiate.exchange import Exchange, GroupExchange, SoloExchange, check_size

@@ -12,17 +12,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from k3comm.checks import check_rows, check_vector, checked_weights
 from k3comm.errors import CaptureError, InputError, PlanError
 from k3comm.kernels.finalize import Deferred, finalize
 from k3comm.negotiate.report import Explanation
 from k3comm.operations import OUTPUTS, TailArguments
 from k3comm.session import Session
 from k3comm.tiers import Axes, Tier, plugins
-from k3comm.tiers.interface import Plan, Project, TailCall, TailWeights
+from k3comm.tiers.interface import Plan, TailCall, TailWeights
 from k3comm.tiers.separate_reduce import Plugin as SeparateReduce
 
-MAX_SCALE = 3.0e38
-"""Of `routed_scale`: what fp32 holds."""
 MAX_PLANS = 16384
 """Plans that one table remembers: twice the rows of a large prefill, about 3 MB."""
 
@@ -152,7 +151,7 @@ class MoETail:
         if torch.compiler.is_compiling():
             return self._traced((routed,), shared, residual, plan, output, next_norm_weight)
         self._session._check_open()
-        self._check_rows("routed", routed, self._session.spec.latent_size)
+        check_rows("routed", routed, self._session, self._session.spec.latent_size)
         return self._run(self._weights, routed, shared, residual, plan, output, next_norm_weight)
 
     @torch.no_grad()
@@ -200,7 +199,7 @@ class MoETail:
         Returns:
             [m, L], the sum over the ranks; in the spec's dtype, or fp32 for a precise handle. For `finish`.
         """
-        self._check_rows("routed", routed, self._session.spec.latent_size)
+        check_rows("routed", routed, self._session, self._session.spec.latent_size)
         graph, decode = self._session.axes
         plan = self.plan(routed.shape[0], graph, decode, Tier.SEPARATE_REDUCE)
         self._check_capture(plan)
@@ -232,7 +231,7 @@ class MoETail:
             As a call.
         """
         self._session._check_open()
-        self._check_rows("latent", latent, self._session.spec.latent_size, self._latent_dtype)
+        check_rows("latent", latent, self._session, self._session.spec.latent_size, self._latent_dtype)
         graph, decode = self._session.axes
         next_norm = next_norm_weight is not None
         plan = self.plan(latent.shape[0], graph, decode, Tier.SEPARATE_REDUCE, output, next_norm)
@@ -270,7 +269,7 @@ class MoETail:
             routed = self._finalized(rows, expert_weights, permuted_index, shared.shape[0])
         if routed is None:
             raise InputError("routed: None given; accepted is a tensor, or rows that are not finalised")
-        self._check_rows("routed", routed, session.spec.latent_size)
+        check_rows("routed", routed, session, session.spec.latent_size)
         return self._run(weights, routed, shared, residual, None, output, next_norm_weight)
 
     def _finalized(self, rows: Tensor, expert_weights: Tensor, permuted_index: Tensor, num_tokens: int) -> Tensor:
@@ -314,21 +313,21 @@ class MoETail:
     ) -> Any:
         session = self._session
         hidden, rows = session.spec.hidden_size, routed.shape[0]
-        self._check_rows("shared", shared, hidden)
+        check_rows("shared", shared, session, hidden)
         if shared.shape[0] != rows:
             raise InputError(f"shared: {shared.shape[0]} rows given; accepted are the {rows} of the routed part")
         if output not in OUTPUTS:
             raise InputError(f"output: {output!r} given; accepted are {', '.join(map(repr, OUTPUTS))}")
         out_rows = rows if output == "full" else -(-rows // session.world_size)
         if residual is not None:
-            self._check_rows("residual", residual, hidden)
+            check_rows("residual", residual, session, hidden)
             if residual.shape[0] != out_rows:
                 raise InputError(
                     f"residual: {residual.shape[0]} rows given; accepted are {out_rows} "
                     f"({rows} tokens, {session.world_size} ranks, output={output!r})"
                 )
         if next_norm_weight is not None:
-            _check_vector("next_norm_weight", next_norm_weight, hidden, session)
+            check_vector("next_norm_weight", next_norm_weight, hidden, session)
         plan = self._check_or_make_plan(plan, rows, output, next_norm_weight is not None)
         if rows == 0:
             empty = shared.new_empty(0, hidden)
@@ -438,90 +437,3 @@ class MoETail:
     def _latent_dtype(self) -> torch.dtype:
         """What `reduce_routed` returns."""
         return torch.float32 if self._weights.precise else self._session.dtype
-
-    def _check_rows(self, name: str, x: Tensor, width: int, dtype: torch.dtype | None = None) -> None:
-        session = self._session
-        dtype = dtype or session.dtype
-        if not isinstance(x, Tensor):
-            raise InputError(f"{name}: {type(x).__name__} given; accepted is a tensor [m, {width}]")
-        if x.dim() != 2 or x.shape[1] != width:
-            raise InputError(f"{name}: shape {tuple(x.shape)} given; accepted is [m, {width}]")
-        if x.dtype != dtype:
-            raise InputError(f"{name}: {x.dtype} given; accepted is {dtype}")
-        _check_dense(name, x, session)
-
-
-def checked_weights(
-    session: Session,
-    *,
-    norm_weight: Tensor | None,
-    up_weight: Tensor | None,
-    up_bias: Tensor | None,
-    routed_scale: float,
-    project: Project | None,
-    precise: bool,
-    sharded: bool | None,
-) -> TailWeights:
-    """One layer's weights, or InputError that names the argument, what was given and what is accepted."""
-    hidden, latent, world_size = session.spec.hidden_size, session.spec.latent_size, session.world_size
-    if (up_weight is None) == (project is None):
-        given = "neither" if up_weight is None else "both"
-        raise InputError(f"up_weight, project: {given} given; accepted is one of the two")
-    if project is not None and not callable(project):
-        raise InputError(f"project: {project!r} given; accepted is a callable z [m, {latent}] -> [m, {hidden}]")
-    if project is not None and precise:
-        raise InputError("precise: True given with project; accepted is one of the two, since project takes rounded z")
-    for name, flag in (("precise", precise), ("sharded", sharded)):
-        if not isinstance(flag, bool) and not (name == "sharded" and flag is None):
-            raise InputError(f"{name}: {flag!r} given; accepted are True and False")
-    if (
-        isinstance(routed_scale, bool)
-        or not isinstance(routed_scale, int | float)
-        or not abs(routed_scale) <= MAX_SCALE
-    ):
-        raise InputError(f"routed_scale: {routed_scale!r} given; accepted are numbers that fp32 holds")
-    if norm_weight is not None:
-        _check_vector("norm_weight", norm_weight, latent, session)
-    if up_bias is not None:
-        _check_vector("up_bias", up_bias, hidden, session)
-    if up_weight is not None:
-        shapes = [(hidden, latent)] + ([(hidden // world_size, latent)] if hidden % world_size == 0 else [])
-        if not isinstance(up_weight, Tensor) or tuple(up_weight.shape) not in shapes:
-            shape = tuple(up_weight.shape) if isinstance(up_weight, Tensor) else type(up_weight).__name__
-            raise InputError(f"up_weight: {shape} given; accepted are {' and '.join(map(str, dict.fromkeys(shapes)))}")
-        _check_place("up_weight", up_weight, (session.dtype,), session)
-        found = tuple(up_weight.shape) != shapes[0]
-        if sharded is not None and sharded != found and world_size > 1:
-            raise InputError(f"sharded: {sharded} given with up_weight {tuple(up_weight.shape)}; accepted is {found}")
-        sharded = found
-    if sharded and hidden % world_size:
-        raise InputError(f"sharded: True given; accepted if hidden_size ({hidden}) is a multiple of {world_size} ranks")
-    return TailWeights(
-        norm_weight=norm_weight,
-        up_weight=up_weight,
-        up_bias=up_bias,
-        routed_scale=float(routed_scale),
-        project=project,
-        precise=precise,
-        sharded=bool(sharded) and world_size > 1,
-    )
-
-
-def _check_vector(name: str, x: Tensor, width: int, session: Session) -> None:
-    if not isinstance(x, Tensor) or tuple(x.shape) != (width,):
-        shape = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
-        raise InputError(f"{name}: {shape} given; accepted is a tensor [{width}]")
-    _check_place(name, x, (session.dtype, torch.float32), session)
-
-
-def _check_place(name: str, x: Tensor, dtypes: tuple[torch.dtype, ...], session: Session) -> None:
-    if x.dtype not in dtypes:
-        raise InputError(f"{name}: {x.dtype} given; accepted are {' and '.join(map(str, dict.fromkeys(dtypes)))}")
-    _check_dense(name, x, session)
-
-
-def _check_dense(name: str, x: Tensor, session: Session) -> None:
-    if x.device != session.device:
-        raise InputError(f"{name}: on {x.device}; accepted is {session.device}")
-    if x.layout is not torch.strided:
-        raise InputError(f"{name}: {x.layout} given; accepted is torch.strided")

@@ -35,7 +35,7 @@ LAYERS = (
     ("tiers.*",),
     ("negotiate",),
     ("session",),
-    ("communicator", "moe_tail", "attention_reduce", "route_exchange", "topk_pack"),
+    ("checks", "communicator", "moe_tail", "attention_reduce", "route_exchange", "topk_pack"),
     ("ops",),
     ("testing",),
     ("cli", "__main__"),
