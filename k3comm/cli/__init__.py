@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import argparse
 import os
-import sys
 from collections.abc import Sequence
 from importlib import import_module
 from typing import Protocol, cast
 
 from k3comm import __version__
+from k3comm.cli import _console
 from k3comm.errors import K3CommError
 
 COMMANDS = ("tiers", "replay", "demo")
@@ -42,21 +42,34 @@ def main(argv: Sequence[str] | None = None) -> int:
     Raises:
         SystemExit: by argparse: 2 after a wrong argument, 0 after `--help`.
     """
-    parser, commands = _parser()
-    arguments = parser.parse_args(argv)
     try:
-        code = commands[arguments.command].run(arguments)
-        sys.stdout.flush()
-    except K3CommError as error:
-        print(f"k3comm: {' '.join(str(error).splitlines())}", file=sys.stderr)
+        with _console.writing():  # before any work: standard output may be closed
+            pass
+        parser, commands = _parser()
+        try:
+            arguments = parser.parse_args(argv)
+        except SystemExit:  # after the help, which may not have been written yet
+            with _console.writing():
+                pass
+            raise
+        return commands[arguments.command].run(arguments)
+    except _console.OutputError as error:
+        _console.complain(f"k3comm: {error}")
+        _drop_output()
         return 2
-    except BrokenPipeError:
-        # The reader has gone (`| head`). Whatever is still buffered goes nowhere, and the interpreter's exit is quiet.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+    except K3CommError as error:
+        _console.complain(f"k3comm: {' '.join(str(error).splitlines())}")
+        return 2
+    except BrokenPipeError:  # the reader has gone (`| head`)
+        _drop_output()
         return 1
     except KeyboardInterrupt:
         return 130
-    return code
+
+
+def _drop_output() -> None:
+    """Whatever is still buffered goes nowhere, and the interpreter's exit is quiet."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
 
 
 def _parser() -> tuple[argparse.ArgumentParser, dict[str, Command]]:

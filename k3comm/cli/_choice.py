@@ -31,6 +31,14 @@ def whole(least: int, most: int = UNLIMITED) -> Callable[[str], int]:
     return parse
 
 
+def family_name(text: str) -> str:
+    """An argparse type: a device family, known or not."""
+    if not text.strip():
+        families = ", ".join(dict.fromkeys(table.family for table in packaged_windows()))
+        raise argparse.ArgumentTypeError(f"{text!r} given; accepted are names of device families, such as {families}")
+    return text
+
+
 def agreement(text: str) -> Agreement[Tier]:
     """An argparse type: "TAIL_FUSION,MULTIMEM_AR:4096" -> an agreement, to which SEPARATE_REDUCE is added."""
     capacities: dict[Tier, int] = {}
@@ -63,6 +71,7 @@ def add_arguments(parser: argparse.ArgumentParser, *, family: str, ranks: int, a
     families = ", ".join(dict.fromkeys(table.family for table in packaged_windows()))
     table.add_argument(
         "--family",
+        type=family_name,
         metavar="NAME",
         help=f"the device family whose packaged windows are used; there are {families} (default: {family})",
     )

@@ -5,16 +5,18 @@ Results go to standard output; progress goes to standard error, and only if that
 
 from __future__ import annotations
 
+import io
 import itertools
 import json
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from importlib.util import find_spec
+from contextlib import contextmanager, suppress
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 import attrs
 
+from k3comm.errors import K3CommError
 from k3comm.tiers import Tier
 
 if TYPE_CHECKING:
@@ -26,6 +28,8 @@ WIDTH = 120
 PALETTE = ("#b07aa1", "#d1495b", "#e08e2b", "#c9b458", "#3a9d5d", "#2a9d8f", "#3f7cac", "#8d99ae")
 COLOURS: Mapping[Tier, str] = dict(zip(Tier, itertools.cycle(PALETTE), strict=False))
 """One colour a tier, on the terminal and in plots."""
+
+RICH = ("rich.box", "rich.console", "rich.progress", "rich.table", "rich.text")
 
 GOOD, BAD = "green", "bold red"
 
@@ -39,6 +43,44 @@ class Cell:
 
     def __str__(self) -> str:
         return self.text
+
+
+class OutputError(K3CommError):
+    """Standard output can't be written."""
+
+
+def import_failure(*modules: str) -> Exception | None:
+    """Why one of the modules can't be imported: it is absent, or it is there and broken; None if all can."""
+    try:
+        for module in modules:
+            import_module(module)
+    except Exception as error:  # a broken installation raises whatever it runs into
+        return error
+    return None
+
+
+@contextmanager
+def writing() -> Iterator[None]:
+    """What is written within has reached standard output at the end; OutputError if it can't, but for a broken pipe."""
+    try:
+        if sys.stdout is None:
+            raise OutputError("standard output is closed")
+        if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors != "backslashreplace":
+            # A file's name, say, may hold what the stream can't show.
+            sys.stdout.reconfigure(errors="backslashreplace")
+        yield
+        sys.stdout.flush()
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        raise OutputError(f"standard output can't be written: {error.strerror or error}") from None
+
+
+def complain(text: str) -> None:
+    """Prints to standard error, if there is one: with None, print() would take standard output."""
+    if sys.stderr is not None:
+        with suppress(OSError):
+            print(text, file=sys.stderr, flush=True)
 
 
 def tier_cell(tier: Tier) -> Cell:
@@ -57,20 +99,22 @@ class Table:
 
 def show(*blocks: str | Table) -> None:
     """Prints lines and tables to standard output."""
-    console = _console()
-    for block in blocks:
-        if console is None:
-            print(_plain(block) if isinstance(block, Table) else block)
-        elif isinstance(block, Table):
-            _rich(block, console)
-        else:
-            # Lines that are longer than the terminal are its business; a pipe gets them whole.
-            console.print(block, soft_wrap=True, markup=False, highlight=False)
+    with writing():
+        console = _console()
+        for block in blocks:
+            if console is None:
+                print(_plain(block) if isinstance(block, Table) else block)
+            elif isinstance(block, Table):
+                _rich(block, console)
+            else:
+                # Lines that are longer than the terminal are its business; a pipe gets them whole.
+                console.print(block, soft_wrap=True, markup=False, highlight=False)
 
 
 def show_json(value: Mapping[str, Any]) -> None:
     """Prints a value for machines."""
-    print(json.dumps(value, indent=2))
+    with writing():
+        print(json.dumps(value, indent=2))
 
 
 def verdict_cell(good: bool) -> Cell:
@@ -86,9 +130,9 @@ def verdict_cell(good: bool) -> Cell:
 @contextmanager
 def progress(what: str, total: int) -> Iterator[Callable[[int], None]]:
     """A bar that disappears when it is done. Yields a function that moves it on by some of `total`."""
-    if not sys.stderr.isatty():
+    if sys.stderr is None or not sys.stderr.isatty():
         yield lambda steps: None
-    elif find_spec("rich") is None:
+    elif import_failure(*RICH):
         yield from _plain_progress(what, total)
     else:
         from rich.console import Console
@@ -117,7 +161,7 @@ def _plain_progress(what: str, total: int) -> Iterator[Callable[[int], None]]:
 
 
 def _console() -> Console | None:
-    if find_spec("rich") is None:
+    if import_failure(*RICH):
         return None
     from rich.console import Console
 

@@ -5,14 +5,13 @@ from __future__ import annotations
 import math
 import textwrap
 from collections.abc import Mapping, Sequence
-from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import attrs
 
-from k3comm.cli._console import COLOURS
+from k3comm.cli._console import COLOURS, import_failure
 from k3comm.cli.tier_map import TierMap
 from k3comm.errors import InputError
 from k3comm.tiers import Tier
@@ -30,10 +29,13 @@ def check(path: str) -> None:
     """Refuses, before any work, a plot that could not be written.
 
     Raises:
-        InputError: matplotlib is missing, or the file's kind or folder is not accepted.
+        InputError: matplotlib is missing or can't be imported, or the file's kind or folder is not accepted.
     """
-    if find_spec("matplotlib") is None:
-        raise InputError("--plot needs matplotlib, which is not installed: pip install 'k3comm[plot]'")
+    failure = import_failure("matplotlib.figure", "matplotlib.patches", "matplotlib.backends.backend_agg")
+    if failure is not None:
+        absent = isinstance(failure, ModuleNotFoundError) and failure.name == "matplotlib"
+        why = "is not installed" if absent else f"can't be imported ({type(failure).__name__}: {failure})"
+        raise InputError(f"--plot needs matplotlib, which {why}: pip install 'k3comm[plot]'")
     if Path(path).suffix.lower() not in FORMATS:
         raise InputError(f"--plot: {path!r} given; accepted are files that end in {', '.join(FORMATS)}")
     if not Path(path).parent.is_dir():

@@ -9,7 +9,6 @@ ranks hold the same bits. The exit code is 1 if a bound is missed or ranks diffe
 from __future__ import annotations
 
 import argparse
-import sys
 import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -67,7 +66,7 @@ def run(arguments: argparse.Namespace) -> int:
     try:
         found = run_ranks(_measure.measure, arguments.ranks, spec, arguments.seed, deadline=DEADLINE)
     except RanksFailed as failed:
-        print(f"k3comm: {failed}", file=sys.stderr)
+        _console.complain(f"k3comm: {failed}")
         return 1
     for one in found:
         if one.error:

@@ -34,6 +34,9 @@ MAX_BATCH = 256
 PREFILL_CHUNK = 2048
 STEP_US = StepCost(12000, 50)
 LAYERS = 92
+MAX_STEP_US = 10**9
+"""The longest A and B: a quarter of an hour. Far beyond it sums of microseconds would leave the range of floats."""
+MIN_RATE, MAX_RATE = 1e-6, 1e6
 
 EPILOG = """examples:
   k3comm replay
@@ -93,7 +96,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Replays the trace and shows what each tier got."""
-    if arguments.plot:
+    if arguments.plot is not None:
         _plots.check(arguments.plot)
     used = _choice.windows_for(arguments, Settings.from_env(), FAMILY)
     agreed = _choice.agreement(AGREED) if arguments.agreed is None else arguments.agreed
@@ -351,11 +354,13 @@ def _step_cost(text: str) -> StepCost:
     parts = text.split(",")
     try:
         fixed, per_row = (float(part) for part in parts)
-        return StepCost(fixed, per_row)
     except ValueError:
+        fixed = per_row = math.nan
+    if not (0 <= fixed <= MAX_STEP_US and 0 <= per_row <= MAX_STEP_US):
         raise argparse.ArgumentTypeError(
-            f"{text!r} given; accepted are two finite numbers from 0, as A,B microseconds"
-        ) from None
+            f"{text!r} given; accepted are two numbers from 0 to {MAX_STEP_US}, as A,B microseconds"
+        )
+    return StepCost(fixed, per_row)
 
 
 def _rate(text: str) -> float:
@@ -363,8 +368,8 @@ def _rate(text: str) -> float:
         rate = float(text)
     except ValueError:
         rate = math.nan
-    if not 0 < rate <= 1e6:
-        raise argparse.ArgumentTypeError(f"{text!r} given; accepted are numbers above 0, at most 1000000")
+    if not MIN_RATE <= rate <= MAX_RATE:
+        raise argparse.ArgumentTypeError(f"{text!r} given; accepted are numbers from {MIN_RATE:f} to {MAX_RATE:.0f}")
     return rate
 
 

@@ -13,6 +13,8 @@ import attrs
 
 from k3comm.cli import _choice, _console, _plots
 from k3comm.cli.tier_map import TierMap, in_step, tier_map
+from k3comm.errors import NegotiationError
+from k3comm.facts import Facts
 from k3comm.operations import Proposal
 from k3comm.settings import Settings
 from k3comm.spec import LatentMoESpec, ParallelLayout
@@ -48,11 +50,15 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Shows the map."""
-    if arguments.plot:
+    if arguments.plot is not None:
         _plots.check(arguments.plot)
     settings = Settings.from_env()
-    machine = _Machine.here(arguments.ranks, settings) if arguments.agreed is None else None
-    used = _choice.windows_for(arguments, settings, machine.family if machine else "default")
+    facts = _facts(arguments.ranks, settings) if arguments.agreed is None else None
+    used = _choice.windows_for(arguments, settings, facts.family if facts else "default")
+    # As a negotiation here would take them: the file's settings too, and none that nothing consumes.
+    settings = settings.with_file(used.windows.settings, used.windows.source)
+    settings.check_served()
+    machine = None if facts is None else _Machine.of(facts, arguments.ranks, settings)
     agreed = machine.agreement if machine else arguments.agreed
     why_not = machine.why_not if machine else {}
     notes = [*used.notes]
@@ -60,8 +66,7 @@ def run(arguments: argparse.Namespace) -> int:
         refusals = _refusals_of_sharded(agreed, arguments.ranks)
         agreed, why_not = agreed.without(refusals), why_not | refusals
     spans = tier_map(agreed, used.windows)
-    if settings.force is not None:
-        notes.append(f"{settings.sources['force']} is set: a communicator started here uses that tier for every m")
+    notes += _notes_on_settings(settings, agreed)
     if machine is None:
         notes.append(f"{_choice.LAST.name} is always agreed, also if --agreed does not name it")
     if arguments.plot:
@@ -82,6 +87,22 @@ def run(arguments: argparse.Namespace) -> int:
             *(f"note: {note}" for note in notes),
         )
     return 0
+
+
+def _notes_on_settings(settings: Settings, agreed: Agreement[Tier]) -> list[str]:
+    """What the settings change that the map does not show."""
+    notes = []
+    if isinstance(settings.force, Tier):
+        name, capacity = settings.force.name, agreed.capacities.get(settings.force, 0)
+        rows = "every m" if capacity == UNLIMITED else f"m <= {capacity}, and raises beyond"
+        uses = (
+            f"a communicator uses {name} for {rows}" if capacity else f"{name} is not agreed, so a communicator raises"
+        )
+        notes.append(f"force ({settings.sources['force']}): {uses}")
+    disabled = [tier.name for tier in agreed.capacities if tier in settings.disabled]
+    if disabled:  # only with --agreed
+        notes.append(f"agreed as given, though disabled ({settings.sources['disabled']}): {', '.join(disabled)}")
+    return notes
 
 
 def map_table(spans: TierMap) -> _console.Table:
@@ -152,33 +173,42 @@ class _Machine:
     """What the ranks of a job on this machine would say of the tiers, before any vote."""
 
     title: str
-    family: str
     agreement: Agreement[Tier]
     why_not: dict[Tier, str]
 
     @classmethod
-    def here(cls, ranks: int, settings: Settings) -> _Machine:
-        import torch
-
+    def of(cls, facts: Facts, ranks: int, settings: Settings) -> _Machine:
+        """Raises NegotiationError, as the vote would, if the tier that is asked for by name is not agreed."""
         from k3comm.negotiate.ballot import word
-        from k3comm.negotiate.probe import probe
         from k3comm.tiers import plugins
 
-        on_gpu = torch.cuda.is_available()
-        facts = probe(
-            torch.device("cuda" if on_gpu else "cpu"),
-            world_size=ranks,
-            backend="nccl" if on_gpu else "gloo",
-            host_identity=settings.host_identity,
-        )
         present, proposal = plugins(), _kimi_k3(ranks, settings)
         words = {tier: word(tier, present.get(tier), facts, proposal)[0] for tier in Tier}
+        force = settings.force
+        if isinstance(force, Tier) and not words[force]:
+            raise NegotiationError(
+                f"force ({settings.sources['force']}): {force.name} is asked for by name and not agreed; {words[force]}"
+            )
         return cls(
             title=f"{ranks} ranks on this machine ({facts.device}, {facts.device_name}), Kimi-K3's shapes",
-            family=facts.family,
             agreement=Agreement({tier: verdict.capacity for tier, verdict in words.items() if verdict}),
             why_not={tier: str(verdict) for tier, verdict in words.items() if not verdict},
         )
+
+
+def _facts(ranks: int, settings: Settings) -> Facts:
+    """This machine, as one of so many ranks on it would see it."""
+    import torch
+
+    from k3comm.negotiate.probe import probe
+
+    on_gpu = torch.cuda.is_available()
+    return probe(
+        torch.device("cuda" if on_gpu else "cpu"),
+        world_size=ranks,
+        backend="nccl" if on_gpu else "gloo",
+        host_identity=settings.host_identity,
+    )
 
 
 def _refusals_of_sharded(agreed: Agreement[Tier], ranks: int) -> dict[Tier, str]:

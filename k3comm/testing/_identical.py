@@ -71,6 +71,8 @@ def _difference(right: Any, other: Any, path: str = "") -> str | None:
         return _told(path, f"{_short(other)} ({type(other).__name__})", f"{_short(right)} ({type(right).__name__})")
     if isinstance(right, torch.Tensor | np.ndarray | np.generic):
         return _bit_difference(right, other, path)
+    if isinstance(right, Mapping) and not attrs.has(type(right)) and not dataclasses.is_dataclass(right):
+        return _mapping_difference(right, other, path)
     members = _members(right)
     if members is None:
         return None if _equal(right, other) else _told(path, *_shorts(other, right))
@@ -85,6 +87,26 @@ def _difference(right: Any, other: Any, path: str = "") -> str | None:
     return None
 
 
+def _mapping_difference(right: Mapping[Any, Any], other: Mapping[Any, Any], path: str) -> str | None:
+    """Members are paired by their keys: two keys may look alike and differ, or be equal and of different types."""
+    left = {key: (key, member) for key, member in other.items()}
+    for key, member in right.items():
+        place = f"{path}[{key!r}]"
+        mate = left.get(key)
+        if mate is None or _difference(key, mate[0]) is not None:
+            # Keys that are the same and not equal: NaN, tensors. Of several the one whose member is the same, too.
+            mates = [one for one in left.values() if _difference(key, one[0]) is None]
+            mate = next((one for one in mates if _difference(member, one[1]) is None), mates[0] if mates else None)
+        if mate is None:
+            return _told(place, "nothing", _short(member))
+        del left[mate[0]]
+        if (found := _difference(member, mate[1], place)) is not None:
+            return found
+    for key, member in left.values():
+        return _told(f"{path}[{key!r}]", _short(member), "nothing")
+    return None
+
+
 def _members(value: Any) -> dict[str, Any] | None:
     """What a value is made of, by how one would write the place; None for a value without parts."""
     if isinstance(value, type):
@@ -93,8 +115,6 @@ def _members(value: Any) -> dict[str, Any] | None:
         return {f".{field.name}": getattr(value, field.name) for field in attrs.fields(type(value)) if field.eq}
     if dataclasses.is_dataclass(value):
         return {f".{field.name}": getattr(value, field.name) for field in dataclasses.fields(value) if field.compare}
-    if isinstance(value, Mapping):
-        return {f"[{key!r}]": member for key, member in value.items()}
     if isinstance(value, list | tuple):
         return {f"[{index}]": member for index, member in enumerate(value)}
     if isinstance(value, BaseException):

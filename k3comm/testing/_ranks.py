@@ -23,19 +23,19 @@ from __future__ import annotations
 
 import contextlib
 import enum
-import math
 import multiprocessing
+import numbers
 import os
-import pickle
 import signal
 import sys
 import tempfile
 import time
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerContext, SpawnContext
 from multiprocessing.process import BaseProcess
-from typing import Any, Literal, TypeVar, get_args
+from typing import Any, Literal, TypeGuard, TypeVar, get_args
 
 import attrs
 
@@ -48,6 +48,7 @@ StartMethod = Literal["forkserver", "spawn"]
 # What ranks import anyway and the server therefore once for all of them. Nothing here touches CUDA. The last is what
 # torch.save imports when it is first used.
 _preload = ["torch", "torch.distributed", "k3comm.communicator", __name__, "torch.utils.serialization"]
+_MAX_SECONDS = 1_000_000  # the longest deadline: poll() takes milliseconds in 31 bits
 _DUMP_WAIT = 1.0  # s, for the stacks of all ranks that are asked
 _END_WAIT = 5.0  # s, for the exit code of a process that is gone
 
@@ -104,8 +105,8 @@ def run_ranks(
             like one of those below, use `functools.partial`.
         world_size: number of ranks, 1 or more.
         *args, **kwargs: arguments of `fn`, the same on every rank.
-        deadline: s from when all processes are there until all must have ended. What comes before it is short but
-            for the caller's first launch, which waits for the fork server (1 to 2 s, `start_server`).
+        deadline: s, at most 1,000,000, from when all processes are there until all must have ended. What comes before
+            it is short but for the caller's first launch, which waits for the fork server (1 to 2 s, `start_server`).
         grace: s that the other ranks have after the first failure, still within the deadline.
         backend: of the default process group, as in `torch.distributed.init_process_group`.
         start_method: "forkserver", or "spawn", which takes about a second a rank and passes on today's environment.
@@ -113,8 +114,8 @@ def run_ranks(
         threads: torch's intra-op threads of each rank.
 
     Raises:
-        RanksFailed: a rank raised, was killed, exited, or had not ended at the deadline; the text holds its
-            traceback, signal, exit code, or the stacks of all its threads.
+        RanksFailed: a rank raised, was killed, exited, returned what the caller can't load, or had not ended at the
+            deadline; the text holds its traceback, signal, exit code, or the stacks of all its threads.
         InputError: an argument is out of range or does not pickle.
     """
     __tracebackhide__ = True
@@ -125,7 +126,7 @@ def run_ranks(
         try:
             for number in range(world_size):
                 ranks.append(_start(job, number, start_method))
-            failures = _follow(ranks, deadline, grace)
+            failures = _follow(ranks, float(deadline), float(grace))
         finally:
             _end(ranks)
         values = {rank.number: rank.value for rank in ranks if rank.has_value}
@@ -144,10 +145,19 @@ def start_server(*preload: str) -> None:
             k3comm and (under pytest) pytest. They must not touch CUDA, which a forked rank could not use then.
 
     Raises:
+        InputError: a name that is none of a module.
         RanksFailed: the server forks no process that works, for example because the main module can't be imported.
     """
-    _preload.extend(name for name in preload if name not in _preload)
-    run_ranks(_nothing, 1, init=False)
+    for name in preload:
+        if not isinstance(name, str) or not all(part.isidentifier() for part in name.split(".")):
+            raise InputError(f"preload: {name!r} given; accepted are names of modules, such as 'package.module'")
+    before = list(_preload)
+    _preload.extend(name for name in dict.fromkeys(preload) if name not in before)
+    try:
+        run_ranks(_nothing, 1, init=False)
+    except BaseException:
+        _preload[:] = before  # or the next launch would fail by it too
+        raise
 
 
 def _nothing() -> None:
@@ -155,26 +165,29 @@ def _nothing() -> None:
 
 
 def _check(
-    fn: object, world_size: object, deadline: float, grace: float, start_method: object, threads: object
+    fn: object, world_size: object, deadline: object, grace: object, start_method: object, threads: object
 ) -> None:
     if not callable(fn):
         raise InputError(f"fn: {fn!r} given; a function at the top level of a module is accepted")
     for name, count in (("world_size", world_size), ("threads", threads)):
         if type(count) is not int or count < 1:
             raise InputError(f"{name}: {count!r} given; whole numbers from 1 are accepted")
-    if not 0 < deadline < math.inf:
-        raise InputError(f"deadline: {deadline!r} given; finite seconds above 0 are accepted")
-    if not 0 <= grace < math.inf:
-        raise InputError(f"grace: {grace!r} given; finite seconds from 0 are accepted")
+    if not _is_number(deadline) or not 0 < deadline <= _MAX_SECONDS:
+        raise InputError(f"deadline: {deadline!r} given; seconds above 0 and up to {_MAX_SECONDS} are accepted")
+    if not _is_number(grace) or not 0 <= grace <= _MAX_SECONDS:
+        raise InputError(f"grace: {grace!r} given; seconds from 0 to {_MAX_SECONDS} are accepted")
     if start_method not in get_args(StartMethod):
         raise InputError(f"start_method: {start_method!r} given; {', '.join(get_args(StartMethod))} are accepted")
+
+
+def _is_number(value: object) -> TypeGuard[float]:
+    return isinstance(value, numbers.Real) and not isinstance(value, bool)
 
 
 def _encode_call(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bytes:
     try:
         return encode((fn, args, kwargs))
-    # pickle raises whichever of the three fits its way of finding out.
-    except (pickle.PicklingError, AttributeError, TypeError) as error:
+    except Exception as error:  # pickle's own, and whatever an argument's __reduce__ raises
         raise InputError(f"{fn!r} with its arguments can't be sent to the ranks: {error}") from error
 
 
@@ -217,7 +230,12 @@ class _Rank:
         except (EOFError, ConnectionResetError):
             return self._ended()
         if word == RETURNED:
-            self.value = decode(self.job.file("value", self.number).read_bytes())
+            try:
+                self.value = decode(self.job.file("value", self.number).read_bytes())
+            except Exception:  # whatever the value's own class raises when it is loaded
+                self.state = _State.FAILED
+                text = f"returned a value that can't be loaded:\n{traceback.format_exc()}"
+                return _Failure(self.number, text, time.monotonic_ns())
             self.state = _State.RETURNED
             return None
         self.state = _State.FAILED

@@ -31,13 +31,23 @@ def load_truth_table(path: str | os.PathLike[str]) -> list[TruthRow]:
     ;, for agreed limits that differ from the window's), expected (a tier). Lines that start with # are comments.
 
     Raises:
-        InputError: names file, line, what stands there and what is accepted.
+        InputError: the file can't be read as text, or is not in the format; names file, line, what stands there and
+            what is accepted.
     """
     rows: list[TruthRow] = []
-    lines = [(n, text) for n, text in enumerate(Path(path).read_text(encoding="utf-8").splitlines(), 1)]
+    try:
+        content = Path(path).read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise InputError(f"{path}: can't be read as text: {error}") from None
+    lines = [(n, text) for n, text in enumerate(content.splitlines(), 1)]
     lines = [(n, text) for n, text in lines if text.strip() and not text.startswith("#")]
-    if not lines or next(csv.reader([lines[0][1]])) != COLUMNS:
-        raise InputError(f"{path}: heading {lines[0][1] if lines else ''!r} given; accepted is {','.join(COLUMNS)}")
+    heading = lines[0][1] if lines else ""
+    try:
+        named = next(csv.reader([heading]))
+    except csv.Error:
+        named = []
+    if named != COLUMNS:
+        raise InputError(f"{path}: heading {heading!r} given; accepted is {','.join(COLUMNS)}")
     for number, text in lines[1:]:
         try:
             tokens, graph, decode, agreed, capacities, expected = next(csv.reader([text]))
@@ -53,7 +63,7 @@ def load_truth_table(path: str | os.PathLike[str]) -> list[TruthRow]:
                     Tier[expected],
                 )
             )
-        except (ValueError, KeyError) as error:
+        except (ValueError, KeyError, csv.Error) as error:
             raise InputError(
                 f"{path}:{number}: {text!r} given; accepted are rows of {','.join(COLUMNS)} ({error})"
             ) from None

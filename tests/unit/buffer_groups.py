@@ -8,7 +8,6 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
-import torch
 import torch.distributed as dist
 
 from k3comm.buffers.host import HostMemory
@@ -44,7 +43,7 @@ def over_gloo(deadline: float = 30) -> GroupExchange:
     """The exchange of the process group that `run_ranks` made."""
     group = dist.group.WORLD
     assert group is not None
-    return GroupExchange(group, torch.device("cpu"), deadline)
+    return GroupExchange(group, deadline)
 
 
 def descriptors() -> set[str]:

@@ -45,7 +45,7 @@ def test_small_layers(
     monkeypatch: pytest.MonkeyPatch,
     capfd: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr(_console, "find_spec", lambda name: None)
+    monkeypatch.setattr(_console, "import_failure", lambda *modules: ImportError())
     code = main(["demo", *SMALL, "--ranks", str(ranks), *arguments])
     shown = capfd.readouterr().out
     assert code == 0, shown

@@ -19,12 +19,14 @@ from k3comm.tiers import Tier
 ROOT = Path(cli.__file__).parents[2]
 
 
-def k3comm(*arguments: str, encoding: str = "utf-8") -> subprocess.CompletedProcess[str]:
+def k3comm(
+    *arguments: str, encoding: str = "utf-8", variables: dict[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
     """`python -m k3comm`, as a user has it."""
     return subprocess.run(
         [sys.executable, "-X", "utf8=0", "-m", "k3comm", *arguments],
         cwd=ROOT,
-        env={"PYTHONIOENCODING": encoding},
+        env={"PYTHONIOENCODING": encoding, **(variables or {})},
         capture_output=True,
         text=True,
         encoding=encoding,
@@ -38,9 +40,17 @@ def exit_code(*arguments: str) -> object:
     return caught.value.code
 
 
-def without(*modules: str) -> Callable[[str], object]:
-    """A stand-in for `find_spec` on a machine that lacks some modules."""
-    return lambda name: None if name in modules else object()
+def without(package: str) -> Callable[..., Exception | None]:
+    """A stand-in for `import_failure` on a machine that lacks a package."""
+    absent = ModuleNotFoundError(f"No module named {package!r}", name=package)
+    return lambda *modules: absent if any(module.split(".")[0] == package for module in modules) else None
+
+
+def broken(package: str, folder: Path) -> dict[str, str]:
+    """The variables with which a package is there and fails when it is imported."""
+    (folder / package).mkdir()
+    (folder / package / "__init__.py").write_text("raise RuntimeError('built for another numpy')\n")
+    return {"PYTHONPATH": str(folder)}
 
 
 class Terminal(io.StringIO):
@@ -117,6 +127,65 @@ def test_a_terminal_that_knows_only_ascii() -> None:
     assert "TAIL_FUSION" in result.stdout
 
 
+def test_a_name_that_the_terminal_does_not_know(tmp_path: Path) -> None:
+    trace = tmp_path / "größe.csv"
+    trace.write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:17:00,300,3\n")
+    result = k3comm("replay", str(trace), encoding="ascii")
+    assert (result.returncode, result.stderr) == (0, "")
+    assert r"gr\xf6\xdfe.csv" in result.stdout
+
+
+@pytest.mark.parametrize("arguments", [["tiers", "--agreed", "TAIL_FUSION"], ["replay"], ["replay", "--json"]])
+@pytest.mark.parametrize(
+    ("redirection", "error"),
+    [
+        (">&-", "k3comm: standard output is closed\n"),
+        (">/dev/full", "k3comm: standard output can't be written: No space left on device\n"),
+    ],
+)
+@pytest.mark.parametrize("rich", [True, False], ids=["rich", "plain"])
+def test_an_output_that_takes_nothing(
+    arguments: list[str], redirection: str, error: str, rich: bool, tmp_path: Path
+) -> None:
+    if rich:
+        pytest.importorskip("rich")
+    result = subprocess.run(
+        ["sh", "-c", f'exec "$@" {redirection}', "sh", sys.executable, "-m", "k3comm", *arguments],
+        cwd=ROOT,
+        env={} if rich else broken("rich", tmp_path),
+        stderr=subprocess.PIPE,
+        text=True,
+        timeout=60,
+    )
+    assert (result.returncode, result.stderr) == (2, error)
+
+
+@pytest.mark.parametrize(("redirection", "code"), [(">&-", 2), (">/dev/full", 2)])
+def test_help_that_nothing_takes(redirection: str, code: int) -> None:
+    command = ["sh", "-c", f'exec "$@" {redirection}', "sh", sys.executable, "-m", "k3comm", "replay", "--help"]
+    result = subprocess.run(command, cwd=ROOT, env={}, stderr=subprocess.PIPE, text=True, timeout=60)
+    assert result.returncode == code
+    assert result.stderr.startswith("k3comm: standard output ")
+    assert result.stderr.count("\n") == 1
+
+
+def test_without_standard_error() -> None:
+    result = subprocess.run(
+        ["sh", "-c", 'exec "$@" 2>&-', "sh", sys.executable, "-m", "k3comm", "replay", "/nowhere.csv"],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        text=True,
+        timeout=60,
+    )
+    assert (result.returncode, result.stdout) == (2, ""), "an error is no result"
+
+
+def test_rich_that_is_broken_is_as_if_absent(tmp_path: Path) -> None:
+    result = k3comm("tiers", "--agreed", "TAIL_FUSION", variables=broken("rich", tmp_path))
+    assert (result.returncode, result.stderr) == (0, "")
+    assert "-----------------" in result.stdout
+
+
 def test_a_reader_that_leaves_early() -> None:
     program = "import sys; from k3comm.cli import main; sys.exit(main(['replay', '--json']))"
     with subprocess.Popen(
@@ -150,7 +219,7 @@ TABLE = _console.Table(
 
 
 def test_plain_tables(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(_console, "find_spec", without("rich"))
+    monkeypatch.setattr(_console, "import_failure", without("rich"))
     _console.show("[line]", TABLE)
     assert capsys.readouterr().out == "[line]\nNumbers\nname   many\n-----  ----\n[one]     1\ntwo      22\n\n"
 
@@ -202,7 +271,7 @@ def test_progress_on_a_terminal(monkeypatch: pytest.MonkeyPatch, capsys: pytest.
 
 
 def test_progress_without_rich(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_console, "find_spec", without("rich"))
+    monkeypatch.setattr(_console, "import_failure", without("rich"))
     shown = run_progress(monkeypatch, Terminal())
     assert [part.strip() for part in shown.split("\r")] == [
         "", "working  25 %", "working  50 %", "working  75 %", "working 100 %", "", "",
@@ -210,7 +279,7 @@ def test_progress_without_rich(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_progress_that_fails_leaves_no_bar(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_console, "find_spec", without("rich"))
+    monkeypatch.setattr(_console, "import_failure", without("rich"))
     terminal = Terminal()
     monkeypatch.setattr(sys, "stderr", terminal)
     bar = _console.progress("working", 4)
@@ -245,10 +314,30 @@ def test_a_plot_that_could_not_be_written_is_refused_first(
 def test_a_plot_without_matplotlib_names_the_extra(
     command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(_plots, "find_spec", without("matplotlib"))
+    monkeypatch.setattr(_plots, "import_failure", without("matplotlib"))
     assert cli.main([command, "--agreed", "TAIL_FUSION", "--plot", str(tmp_path / "map.png")]) == 2
     assert "pip install 'k3comm[plot]'" in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("command", ["tiers", "replay"])
+def test_a_plot_with_a_broken_matplotlib_names_the_extra(command: str, tmp_path: Path) -> None:
+    variables = broken("matplotlib", tmp_path)
+    result = k3comm(command, "--agreed", "TAIL_FUSION", "--plot", str(tmp_path / "map.png"), variables=variables)
+    assert (result.returncode, result.stdout) == (2, "")
+    assert result.stderr == (
+        "k3comm: --plot needs matplotlib, which can't be imported (RuntimeError: built for another numpy): "
+        "pip install 'k3comm[plot]'\n"
+    )
+
+
+@pytest.mark.parametrize("command", ["tiers", "replay"])
+def test_empty_names_are_refused(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main([command, "--agreed", "TAIL_FUSION", "--plot", ""]) == 2
+    captured = capsys.readouterr()
+    assert (captured.out, captured.err.startswith("k3comm: --plot")) == ("", True)
+    assert exit_code(command, "--agreed", "TAIL_FUSION", "--family", "") == 2
+    assert "--family: '' given; accepted are names of device families" in capsys.readouterr().err
 
 
 def test_a_plot_that_is_refused_by_the_system(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -72,7 +72,7 @@ def test_a_small_trace(small: str, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_the_text(small: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(_console, "find_spec", lambda name: None)
+    monkeypatch.setattr(_console, "import_failure", lambda *modules: ImportError())
     assert main(["replay", small, "--step-us", "10,1"]) == 0
     captured = capsys.readouterr()
     assert captured.err == ""
@@ -165,6 +165,33 @@ def test_arguments_that_are_not_accepted(arguments: list[str], capsys: pytest.Ca
         main(["replay", *arguments])
     assert caught.value.code == 2
     assert "Traceback" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error"),
+    [
+        (["--step-us", "1e308,1e308"], "'1e308,1e308' given; accepted are two numbers from 0 to 1000000000"),
+        (["--step-us", "1,1000000001"], "accepted are two numbers from 0 to 1000000000"),
+        (["--rate", "1e-320"], "'1e-320' given; accepted are numbers from 0.000001 to 1000000"),
+        (["--rate", "1000001"], "accepted are numbers from 0.000001 to 1000000"),
+    ],
+)
+def test_arguments_beyond_what_can_be_added_up(
+    arguments: list[str], error: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(["replay", *arguments])
+    assert caught.value.code == 2
+    assert error in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("rate", ["0.000001", "1000000"])
+def test_the_bounds_are_accepted(small: str, rate: str, capsys: pytest.CaptureFixture[str]) -> None:
+    Path(small).write_text(f"{SMALL}\n9999-12-31 00:00:00,10000000,5")
+    for cost in ("0,0", "1000000000,1000000000"):
+        assert run_json(capsys, small, "--rate", rate, "--step-us", cost)["total"]["forwards"] > 7
+        assert main(["replay", small, "--rate", rate, "--step-us", cost]) == 0
+        capsys.readouterr()
 
 
 def test_plot(small: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -162,8 +162,68 @@ def test_this_machine_heeds_shapes_and_settings(
     shown = run_json(capsys, "--ranks", "3")
     assert shown["why_not"]["COLUMN_PARALLEL"] == "hidden_size is not a multiple of 3"
     assert "K3COMM_DISABLE" in shown["why_not"]["FUSED_LANE_AR"]
-    assert any("K3COMM_FORCE is set" in note for note in shown["notes"])
+    assert "force (K3COMM_FORCE): a communicator uses SEPARATE_REDUCE for every m" in shown["notes"]
     assert list(run_json(capsys, "--ranks", "1")["agreed"]) == [LAST.name]
+
+
+def test_a_forced_tier_that_is_not_agreed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    monkeypatch.setenv("K3COMM_FORCE", "MULTIMEM_AR")
+    assert main(["tiers"]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err == (
+        "k3comm: force (K3COMM_FORCE): MULTIMEM_AR is asked for by name and not agreed; not part of this version\n"
+    )
+    for agreed, said in (
+        ("FUSED_LANE_AR", "MULTIMEM_AR is not agreed, so a communicator raises"),
+        ("MULTIMEM_AR:64", "a communicator uses MULTIMEM_AR for m <= 64, and raises beyond"),
+    ):
+        assert f"force (K3COMM_FORCE): {said}" in run_json(capsys, "--agreed", agreed)["notes"]
+
+
+@pytest.mark.parametrize("by_variable", [False, True])
+def test_the_settings_of_a_windows_file(
+    by_variable: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    path = tmp_path / "mine.toml"
+    if by_variable:
+        monkeypatch.setenv("K3COMM_WINDOWS", str(path))
+    arguments = [] if by_variable else ["--windows", str(path)]
+    rows = 'schema = 1\n[tiers.SEQUENCE_PARALLEL]\ntokens = ["1.."]\n[tiers.SEPARATE_REDUCE]\ntokens = ["0.."]\n'
+
+    path.write_text(rows)
+    assert {span["tier"] for span in run_json(capsys, *arguments)["map"][0]["spans"]} == {"SEQUENCE_PARALLEL"}
+    path.write_text(f'{rows}[settings]\ndisabled = ["SEQUENCE_PARALLEL"]\n')
+    shown = run_json(capsys, *arguments)
+    assert {span["tier"] for span in shown["map"][0]["spans"]} == {LAST.name}
+    assert "SEQUENCE_PARALLEL" not in shown["agreed"]
+    given = run_json(capsys, *arguments, "--agreed", "SEQUENCE_PARALLEL")
+    assert f"agreed as given, though disabled ({path}): SEQUENCE_PARALLEL" in given["notes"]
+    monkeypatch.setenv("K3COMM_DISABLE", "FUSED_LANE_AR")
+    assert "SEQUENCE_PARALLEL" in run_json(capsys, *arguments)["agreed"], "the environment wins"
+
+    path.write_text(f'{rows}[settings]\nforce = "MULTIMEM_AR"\n')
+    assert main(["tiers", *arguments]) == 2
+    assert f"force ({path}): MULTIMEM_AR is asked for by name" in capsys.readouterr().err
+    for line, error in (
+        ("bogus = 3", "[settings] bogus: not a setting of a windows file"),
+        ("pdl = false", f"pdl ({path}): nothing in this version consumes it"),
+    ):
+        path.write_text(f"{rows}[settings]\n{line}\n")
+        for extra in ([], ["--agreed", "SEQUENCE_PARALLEL"]):
+            assert main(["tiers", *arguments, *extra]) == 2
+            captured = capsys.readouterr()
+            assert captured.out == ""
+            assert error in captured.err
+
+
+def test_a_setting_that_nothing_consumes(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    monkeypatch.setenv("K3COMM_PDL", "off")
+    assert main(["tiers"]) == 2
+    assert capsys.readouterr().err.startswith("k3comm: pdl (K3COMM_PDL): nothing in this version consumes it")
 
 
 def test_json(capsys: pytest.CaptureFixture[str]) -> None:
@@ -182,7 +242,7 @@ def test_json(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_text(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(_console, "find_spec", lambda name: None)
+    monkeypatch.setattr(_console, "import_failure", lambda *modules: ImportError())
     assert main(["tiers", "--agreed", "TAIL_FUSION,PEER_AR,FUSED_LANE_AR"]) == 0
     lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
     assert "windows: default.toml (family default, any number of ranks)" in lines

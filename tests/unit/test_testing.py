@@ -8,6 +8,7 @@ import math
 import multiprocessing
 import os
 import pickle
+import re
 import signal
 import subprocess
 import sys
@@ -27,7 +28,16 @@ from torch.distributed import FileStore  # type: ignore[attr-defined]  # public,
 
 import k3comm.testing
 from k3comm.errors import InputError
-from k3comm.testing import RanksFailed, assert_identical, current_rank, run_ranks, start_server
+from k3comm.testing import (
+    RanksFailed,
+    _ranks,
+    _table,
+    assert_identical,
+    current_rank,
+    load_truth_table,
+    run_ranks,
+    start_server,
+)
 
 # ---- what ranks run
 
@@ -135,6 +145,24 @@ def speak() -> None:
     sys.stdout.write(f"rank {dist.get_rank()} speaks\n")
     sys.stderr.write(f"rank {dist.get_rank()} complains\n")
     kill_self(signal.SIGKILL)
+
+
+class Unloadable:
+    def __reduce__(self) -> tuple[Any, ...]:
+        return refuse, ()
+
+
+class Unpicklable:
+    def __reduce__(self) -> tuple[Any, ...]:
+        raise ValueError("no such value")
+
+
+def refuse() -> None:
+    raise ValueError("no such value")
+
+
+def unloadable_on_one(odd: int) -> Any:
+    return Unloadable() if dist.get_rank() == odd else 0
 
 
 # ---- what is left afterwards
@@ -283,6 +311,20 @@ def test_value_that_does_not_pickle() -> None:
         run_ranks(threading.Lock, 1, init=False)
 
 
+def test_value_that_does_not_load() -> None:
+    with pytest.raises(
+        RanksFailed, match=r"rank 1 returned a value that can't be loaded:\n(.|\n)*no such value"
+    ) as caught:
+        run_ranks(unloadable_on_one, 2, 1)
+    assert set(caught.value.failures) == {1}
+    assert caught.value.values == {0: 0}
+
+
+def test_argument_that_does_not_load() -> None:
+    with pytest.raises(RanksFailed, match="no such value"):
+        run_ranks(echo, 1, Unloadable())
+
+
 def test_interrupt_leaves_nobody(tmp_path: Path) -> None:
     def interrupt() -> None:
         while len(list(tmp_path.iterdir())) < 2:
@@ -366,11 +408,18 @@ def test_failure_pickles() -> None:
         ({"deadline": 0}, "deadline: 0"),
         ({"deadline": math.nan}, "deadline: nan"),
         ({"deadline": math.inf}, "deadline: inf"),
+        ({"deadline": 1e300}, r"deadline: 1e\+300 given; seconds above 0 and up to 1000000 are accepted"),
+        ({"deadline": "x"}, "deadline: 'x' given; seconds above 0 and up to 1000000 are accepted"),
+        ({"deadline": None}, "deadline: None"),
+        ({"deadline": True}, "deadline: True"),
         ({"grace": -1}, "grace: -1"),
+        ({"grace": "x"}, "grace: 'x' given; seconds from 0 to 1000000 are accepted"),
+        ({"grace": 1e300}, r"grace: 1e\+300"),
         ({"start_method": "fork"}, "start_method: 'fork'"),
         ({"fn": 3}, "fn: 3"),
         ({"fn": lambda: 3}, "can't be sent"),
         ({"lock": threading.Lock()}, "can't be sent"),
+        ({"value": Unpicklable()}, "can't be sent to the ranks: no such value"),
     ],
 )
 def test_refused_arguments(arguments: dict[str, Any], named: str) -> None:
@@ -381,6 +430,24 @@ def test_refused_arguments(arguments: dict[str, Any], named: str) -> None:
 def test_server_can_be_started_twice() -> None:
     start_server()
     start_server("json")
+
+
+@pytest.mark.parametrize("name", [5, None, "", ".", "json.", "../json", b"json"])
+def test_server_refuses_what_names_no_module(name: Any) -> None:
+    with pytest.raises(InputError, match=f"preload: {re.escape(repr(name))} given; accepted are names of modules"):
+        start_server("json", name)
+    assert run_ranks(identity, 1) == [(0, 1, True, 1)]
+
+
+def test_server_forgets_a_module_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*args: Any, **kwargs: Any) -> None:
+        raise RanksFailed({0: "exited"}, {})
+
+    before = list(_ranks._preload)
+    monkeypatch.setattr(_ranks, "run_ranks", fail)
+    with pytest.raises(RanksFailed):
+        start_server("a_module_that_ends_the_server")
+    assert _ranks._preload == before
 
 
 # ---- assert_identical
@@ -397,6 +464,13 @@ class Plan:
 class Record:
     rows: list[int]
     note: str = dataclasses.field(default="", compare=False)
+
+
+@attrs.frozen
+class Namesake:
+    """Its representation does not tell its instances apart."""
+
+    number: int = attrs.field(repr=False)
 
 
 def bits(value: int) -> torch.Tensor:
@@ -416,6 +490,10 @@ def bits(value: int) -> torch.Tensor:
         (np.array([math.nan]), np.array([math.nan])),
         (np.float32(math.nan), np.float32(math.nan)),
         (ValueError("same"), ValueError("same")),
+        ({Namesake(1): "a", Namesake(2): "b"}, {Namesake(2): "b", Namesake(1): "a"}),
+        ({math.nan: 1}, {float("nan"): 1}),
+        ({math.nan: 1, -math.nan: 2}, {float("nan"): 2, float("-nan"): 1}),
+        ({(1, math.nan): 1}, {(1, float("nan")): 1}),
         (Plan, Plan),
     ],
 )
@@ -430,6 +508,12 @@ def test_identical(one: Any, other: Any) -> None:
         (1, 1.0, "rank 1: 1.0 (float) instead of 1 (int)"),
         (0.0, -0.0, "rank 1: -0.0 instead of 0.0"),
         ([1, 2], [1, 2, 3], "rank 1: at [2] 3 instead of nothing"),
+        ({Namesake(1): 3, Namesake(2): 3}, {Namesake(1): 3}, "rank 1: at [Namesake()] nothing instead of 3"),
+        ({Namesake(1): 3}, {Namesake(1): 3, Namesake(2): 4}, "rank 1: at [Namesake()] 4 instead of nothing"),
+        ({Namesake(1): 3}, {Namesake(2): 3}, "rank 1: at [Namesake()] nothing instead of 3"),
+        ({Namesake(1): 3, Namesake(2): 4}, {Namesake(1): 4, Namesake(2): 4}, "at [Namesake()] 4 instead of 3"),
+        ({1: 3}, {True: 3}, "rank 1: at [1] nothing instead of 3"),
+        ({math.nan: 1}, {math.nan: 2}, "rank 1: at [nan] 2 instead of 1"),
         ({"a": {"b": 1}}, {"a": {"c": 1}}, "rank 1: at ['a']['b'] nothing instead of 1"),
         (Plan("A", (1, 2)), Plan("A", (1, 5)), "rank 1: at .scale[1] 5 instead of 2"),
         (Record([1]), Record([2]), "rank 1: at .rows[0] 2 instead of 1"),
@@ -467,6 +551,21 @@ def test_not_identical_names_every_odd_rank() -> None:
 def test_no_values() -> None:
     with pytest.raises(InputError, match="values"):
         assert_identical([])
+
+
+# ---- truth tables
+
+
+def test_truth_table_that_is_no_text(tmp_path: Path) -> None:
+    path = tmp_path / "table.csv"
+    with pytest.raises(InputError, match=f"^{re.escape(str(path))}: can't be read as text: .*No such file"):
+        load_truth_table(path)
+    path.write_bytes(b"num_tokens\xff")
+    with pytest.raises(InputError, match=f"^{re.escape(str(path))}: can't be read as text: .*can't decode"):
+        load_truth_table(path)
+    path.write_text(f"{','.join(_table.COLUMNS)}\n{'1' * 200_000},0,0,PEER_AR,,PEER_AR\n")
+    with pytest.raises(InputError, match=f"^{re.escape(str(path))}:2: .*field larger"):
+        load_truth_table(path)
 
 
 # ---- the facade
