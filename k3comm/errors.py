@@ -48,7 +48,7 @@ class TierUnavailableError(K3CommError, RuntimeError):
 
 
 class ClosedError(K3CommError, RuntimeError):
-    """The communicator is closed."""
+    """The communicator is closed, or broken by an error between a call's collectives."""
 
 
 class CaptureError(K3CommError, RuntimeError):

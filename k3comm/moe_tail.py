@@ -146,7 +146,8 @@ class MoETail:
         Raises:
             InputError, PlanError: before any peer is involved.
             CaptureError: a CUDA graph is being captured and the plan is not for a graph.
-            CommunicationTimeoutError: on CPU, a peer did not come within `settings.poll_deadline`.
+            CommunicationTimeoutError, PeerTimeoutError: on CPU, a peer did not come within `settings.poll_deadline`;
+                the latter names it. The communicator can't go on then (ClosedError).
         """
         if torch.compiler.is_compiling():
             return self._traced((routed,), shared, residual, plan, output, next_norm_weight)

@@ -13,7 +13,7 @@ from typing import Protocol, TypeVar
 import attrs
 import torch.distributed as dist
 
-from k3comm.errors import ClosedError, InputError, PlanError, TierUnavailableError
+from k3comm.errors import ClosedError, CommunicationTimeoutError, InputError, PlanError, TierUnavailableError
 from k3comm.negotiate.agree import Local
 from k3comm.negotiate.arm import Armed
 from k3comm.negotiate.decide import Decision
@@ -102,7 +102,8 @@ class Session:
         Args:
             graph: the forward is captured into, or replayed from, a CUDA graph.
             decode: every row is a decode or draft-verify row.
-            lane: the micro-batch, from 0; two that are in flight at once need a lane each.
+            lane: the micro-batch, from 0; two that are in flight at once need a lane each in the tiers over shared
+                memory. Tiers over a library share the group's one order of collectives whatever the lane.
         """
         self._check_open()
         Axes(num_tokens=0, graph=graph, decode=decode)  # validates
@@ -144,18 +145,23 @@ class Session:
         """Makes room for `max_tokens` rows in every tier that stages them. Collective, outside forwards.
 
         The only way in which anything grows. What is replaced stays mapped, since captured graphs and plans in flight
-        still use it.
+        still use it. Equal `max_tokens` on every rank; it votes as `negotiate` did, within `settings.vote_deadline`.
 
         Raises:
             InputError: not a whole number from 1. CaptureError: a graph is being captured.
             NegotiationError: on every rank alike, some rank has no memory; all is as before.
+            CommunicationTimeoutError: a rank did not come, or did not need to grow; the communicator can't go on.
         """
         self._check_open()
         if type(max_tokens) is not int or not 1 <= max_tokens <= UNLIMITED:
             raise InputError(f"max_tokens: {max_tokens!r} given; accepted are whole numbers from 1 to {UNLIMITED}")
         capacities = dict(self.agreement.capacities)
-        for tier, plugin in self._tiers.items():
-            capacities[tier] = max(capacities[tier], plugin.reserve(max_tokens))
+        try:
+            for tier, plugin in self._tiers.items():
+                capacities[tier] = max(capacities[tier], plugin.reserve(max_tokens))
+        except CommunicationTimeoutError as error:
+            self.broken = self.broken or f"reserve: {error}"
+            raise
         self.agreement = Agreement(capacities)
         for tail in self.handles.values():
             tail.forget_plans()

@@ -59,6 +59,13 @@ class Deferred:
         m = self.num_tokens
         if slots % m if m else slots:
             raise InputError(f"permuted_index: {slots} slots given; accepted are K for each of the {m} tokens")
+        if device.type == "cpu" and slots:  # on a GPU a look at the values would wait for them
+            least, most = int(self.permuted_index.min()), int(self.permuted_index.max())
+            if least < -1 or most >= self.rows.shape[0]:
+                bad = least if least < -1 else most
+                raise InputError(
+                    f"permuted_index: {bad} given; accepted are -1 and the {self.rows.shape[0]} rows from 0"
+                )
         if m and not 0 < slots // m <= MAX_TOP_K:
             raise InputError(f"permuted_index: {slots // m} slots a token given; accepted are 1 to {MAX_TOP_K}")
 
@@ -66,7 +73,7 @@ class Deferred:
 def finalize(deferred: Deferred, latent_size: int) -> Tensor:
     """The routed partial sums [m, L] in the rows' dtype.
 
-    An index past R is the caller's error and raises IndexError on CPU.
+    Indices are the caller's: `Deferred.check` looks at them on CPU only.
     """
     m, rows = deferred.num_tokens, deferred.rows
     total = torch.zeros(m, latent_size, dtype=torch.float64, device=rows.device)

@@ -16,7 +16,6 @@ from k3comm.facts import Facts, Verdict
 from k3comm.operations import Proposal, TailArguments
 from k3comm.settings import Settings
 from k3comm.spec import LatentMoESpec
-from k3comm.tiers.select import UNLIMITED
 from k3comm.tiers.tier import Numerics, Tier
 
 if TYPE_CHECKING:
@@ -178,8 +177,8 @@ class TailTier(ABC):
         """The work: [m, H], or [ceil(m/W), H] with output="rows". Fills `call.normed` if it is there."""
 
     def reserve(self, rows: int) -> int:
-        """Makes room for `rows` rows; the rows it can take then. Collective, outside forwards."""
-        return UNLIMITED
+        """Makes room for `rows` rows; the rows it can take then, 0 if nothing grew. Collective, outside forwards."""
+        return 0
 
     def memory(self) -> dict[str, int]:
         """Bytes of shared memory on this rank by what they are for."""

@@ -80,7 +80,9 @@ class Plugin(LibraryTier):
 
     def reserve(self, rows: int) -> int:
         """Makes room for `rows` rows. Collective."""
-        self._pool.ceiling = max(self._pool.ceiling, rows)
+        # Past max_tokens too buffers double, or asking for one row more each time would retire one each time.
+        if rows > self._pool.ceiling:
+            self._pool.ceiling = 2 * rows
         self._pool.reserve(rows)
         return self._pool.rows
 

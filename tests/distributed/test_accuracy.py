@@ -80,10 +80,13 @@ def test_k0_and_k1_at_full_width(world_size: int, tier: Tier, sharded: bool) -> 
 def test_k2_beside_separate_reduce_and_its_model() -> None:
     spec = k3comm.LatentMoESpec(hidden_size=768, latent_size=384, top_k=8)
     with k3comm.Communicator.negotiate(spec, dist.group.WORLD) as comm:
+        comm.reserve(ROWS_A_CALL)  # PEER_AR starts with fewer rows
         separate, fused = (Tier.SEPARATE_REDUCE, False), (Tier.FUSED_LANE_AR, False)
+        peer = (Tier.PEER_AR, False)
         precise = (Tier.SEPARATE_REDUCE, True)
-        found, models = measured(comm, [separate, fused, precise], False, (Numerics.K2,))
+        found, models = measured(comm, [separate, fused, peer, precise], False, (Numerics.K2,))
     dtype = torch.bfloat16
     assert reference.accept(Numerics.K2, found[separate], dtype=dtype, model=models[Numerics.K2]) == []
-    assert reference.accept(Numerics.K2, found[fused], dtype=dtype, separate_reduce=found[separate]) == []
+    for arm in (fused, peer):
+        assert reference.accept(Numerics.K2, found[arm], dtype=dtype, separate_reduce=found[separate]) == []
     assert reference.accept(Numerics.K0, found[precise], dtype=dtype, pair=True) == []

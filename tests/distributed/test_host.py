@@ -183,6 +183,16 @@ def test_a_rank_without_rows_takes_part_with_zeros(comm: Communicator) -> None:
     assert empty.shape == (0, HIDDEN)
 
 
+def test_bad_slots_are_refused_before_any_peer_is_involved(comm: Communicator) -> None:
+    tail = handle(comm, case_of(comm, 1))
+    expert_rows, weights = torch.zeros(3, LATENT, dtype=BF16), torch.ones(2)
+    for bad in (-2, 3, 2**31 - 1):
+        index = torch.tensor([0, bad], dtype=torch.int32)
+        with pytest.raises(k3comm.InputError, match=rf"permuted_index: {bad} given; accepted are -1 and the 3 rows"):
+            tail.deferred(expert_rows, weights, index, torch.zeros(1, HIDDEN, dtype=BF16), num_tokens=1)
+    assert not comm.broken
+
+
 def test_growth_is_by_reserve_alone(comm: Communicator) -> None:
     assert comm.agreement.capacities[Tier.PEER_AR] == 256
     case = case_of(comm, 300)
@@ -191,7 +201,11 @@ def test_growth_is_by_reserve_alone(comm: Communicator) -> None:
         tail.plan(300, tier=Tier.PEER_AR)
     early = tail.plan(200, tier=Tier.PEER_AR)
     before = comm.memory()
+    others = {tier: rows for tier, rows in comm.agreement.capacities.items() if tier is not Tier.PEER_AR}
     comm.reserve(300)
+    assert {tier: comm.agreement.capacities[tier] for tier in others} == others
+    with pytest.raises(k3comm.TierUnavailableError, match="100 tokens exceed the 64 that all ranks can take"):
+        tail.plan(100, tier=Tier.TAIL_FUSION)
     after = comm.memory()
     assert comm.agreement.capacities[Tier.PEER_AR] == 512
     assert after["PEER_AR: staging"] > before["PEER_AR: staging"]
@@ -203,6 +217,11 @@ def test_growth_is_by_reserve_alone(comm: Communicator) -> None:
     assert torch.equal(again, call(tail, comm, case, Tier.PEER_AR, part))
     comm.reserve(100)
     assert comm.memory() == after
+    comm.reserve(2049)  # past max_tokens they double as well
+    for rows in range(2050, 2060):
+        comm.reserve(rows)
+    assert comm.agreement.capacities[Tier.PEER_AR] >= 2049
+    assert comm.memory()["PEER_AR: staging, retired"] < 2 * comm.memory()["PEER_AR: staging"]
 
 
 def test_a_transport_can_be_chosen() -> None:
