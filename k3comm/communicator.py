@@ -135,7 +135,7 @@ class Communicator(Session):
         except BaseException:
             local.release()
             raise
-        return cls(local, decision, armed, context, name or f"k3comm-{next(_names)}")
+        return cls(local, decision, armed, voted, context, name or f"k3comm-{next(_names)}")
 
     def moe_tail(
         self,

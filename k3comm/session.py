@@ -13,10 +13,18 @@ from typing import Protocol, TypeVar
 import attrs
 import torch.distributed as dist
 
-from k3comm.errors import ClosedError, CommunicationTimeoutError, InputError, PlanError, TierUnavailableError
+from k3comm.errors import (
+    ClosedError,
+    CommunicationTimeoutError,
+    InputError,
+    NegotiationError,
+    PlanError,
+    TierUnavailableError,
+)
 from k3comm.negotiate.agree import Local
 from k3comm.negotiate.arm import Armed
 from k3comm.negotiate.decide import Decision
+from k3comm.negotiate.exchange import Exchange
 from k3comm.negotiate.report import Explanation, Obstacle, Report
 from k3comm.tiers import UNLIMITED, Agreement, Axes, Tier, Windows, obstacle, plugins, select_tier
 from k3comm.tiers.interface import Plan, TailTier, TierContext
@@ -61,7 +69,9 @@ class Session:
         handles: by layer index. closed: `close` was called. broken: the error that ended it; "" while it works.
     """
 
-    def __init__(self, local: Local, decision: Decision, armed: Armed, context: TierContext, name: str) -> None:
+    def __init__(
+        self, local: Local, decision: Decision, armed: Armed, exchange: Exchange, context: TierContext, name: str
+    ) -> None:
         self.name = name
         self.spec = local.proposal.spec
         self.settings = local.proposal.settings
@@ -93,6 +103,7 @@ class Session:
         self.handles: dict[int, Handle] = {}
         self._tiers: dict[Tier, TailTier] = dict(armed.tiers)
         self._memories = armed.memories
+        self._exchange = exchange
         _sessions[name] = self
 
     @contextmanager
@@ -149,14 +160,20 @@ class Session:
 
         Raises:
             InputError: not a whole number from 1. CaptureError: a graph is being captured.
-            NegotiationError: on every rank alike, some rank has no memory; all is as before.
-            CommunicationTimeoutError: a rank did not come, or did not need to grow; the communicator can't go on.
+            NegotiationError: on every rank alike, ranks ask for different numbers, or one has no memory; then all is as
+                before.
+            CommunicationTimeoutError: a rank did not come; the communicator can't go on.
         """
         self._check_open()
         if type(max_tokens) is not int or not 1 <= max_tokens <= UNLIMITED:
             raise InputError(f"max_tokens: {max_tokens!r} given; accepted are whole numbers from 1 to {UNLIMITED}")
         capacities = dict(self.agreement.capacities)
         try:
+            least, negated = self._exchange.min([max_tokens, -max_tokens])
+            if least != -negated:
+                raise NegotiationError(
+                    f"reserve: the ranks ask for {least} to {-negated} rows; accepted is one number on every rank"
+                )
             for tier, plugin in self._tiers.items():
                 capacities[tier] = max(capacities[tier], plugin.reserve(max_tokens))
         except CommunicationTimeoutError as error:

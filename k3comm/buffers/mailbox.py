@@ -198,7 +198,8 @@ def wait_full(words: Words, seconds: float, expired: Callable[[], Exception], lo
         now = time.monotonic()
         if limit is None:
             limit = now + seconds
-        elif now > limit:
+        # Looks once more: this process may have been stopped between its look and the clock.
+        elif now > limit and _maximum(words) == EMPTY:
             raise expired()
         os.sched_yield()
 

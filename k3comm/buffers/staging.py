@@ -141,15 +141,17 @@ class _Generation:
                 f"multiples of {ALIGNMENT} with room behind them"
             )
         buffers = {}
-        for lane in range(layout.lanes):
-            for place, slot in enumerate(layout.slots):
-                dtype = DTYPES[slot.dtype]
-                start = offset + layout.offset(lane, place)
-                end = start + layout.rows * slot.width * dtype.itemsize
-                buffers[lane, slot.name] = tuple(
-                    memory.block(rank)[start:end].view(dtype).view(layout.rows, slot.width)
-                    for rank in range(layout.world_size)
-                )
+        # Views of the caller's mode would be for that mode alone: later calls write to them outside it.
+        with torch.inference_mode(False):
+            for lane in range(layout.lanes):
+                for place, slot in enumerate(layout.slots):
+                    dtype = DTYPES[slot.dtype]
+                    start = offset + layout.offset(lane, place)
+                    end = start + layout.rows * slot.width * dtype.itemsize
+                    buffers[lane, slot.name] = tuple(
+                        memory.block(rank)[start:end].view(dtype).view(layout.rows, slot.width)
+                        for rank in range(layout.world_size)
+                    )
         return cls(memory, layout, buffers)
 
 
@@ -346,7 +348,8 @@ class _SignalPad:
             now = time.monotonic()
             if tries == 1:
                 limit = now + seconds
-            elif now > limit:
+            # Looks once more: this process may have been stopped between its look and the clock.
+            elif now > limit and np.minimum.reduce(self._arrived) < self._count:
                 self._parted = True
                 ranks = tuple(int(rank) for rank in np.flatnonzero(self._arrived < self._count))
                 raise PeerTimeoutError(

@@ -65,8 +65,11 @@ def split_norm(x: Tensor, weight: Tensor | None, eps: float) -> tuple[Tensor, Te
 def project_rows(z: Tensor, weight: Tensor) -> Tensor:
     """z @ weight.T in fp32, each row by itself: a row's bits depend neither on m nor on its place among the rows.
 
+    A row goes in as three BF16 terms, which hold all of it: their products with BF16 weights are exact, so no global
+    switch for fp32 matmuls (BF16 on some CPUs) can take the accuracy away.
+
     Args:
-        z: [m, L], fp32. weight: [N, L], BF16 or fp32, on CPU.
+        z: [m, L], fp32. weight: [N, L], BF16, on CPU.
 
     Returns:
         [m, N], fp32.
@@ -74,13 +77,26 @@ def project_rows(z: Tensor, weight: Tensor) -> Tensor:
     rows = max(1, ROWS_BLOCK_BYTES // (4 * weight.shape[1]))
     out = z.new_empty(z.shape[0], weight.shape[0])
     # Always through the same buffer: a BLAS may choose its order by the address that it is given.
-    row = z.new_empty(z.shape[1])
+    terms, split = z.new_empty(z.shape[1], 3), _three_terms(z)
     for first in range(0, weight.shape[0], rows):
         block = weight[first : first + rows].float()
         for token in range(z.shape[0]):
-            row.copy_(z[token])
-            out[token, first : first + rows] = torch.mv(block, row)
+            terms.copy_(split[token])
+            high, middle, low = (block @ terms).unbind(1)
+            torch.add(low, middle, out=low)
+            torch.add(low, high, out=out[token, first : first + rows])
     return out
+
+
+def _three_terms(z: Tensor) -> Tensor:
+    """z [m, L] in fp32 as BF16 terms that add up to it, high to low: [m, L, 3], fp32."""
+    rest, terms = z, []
+    for _ in range(3):
+        term = rest.bfloat16().float()
+        terms.append(term)
+        # Where a term is infinite the next ones are nothing: inf - inf would make a NaN of it.
+        rest = torch.where(term.isfinite(), rest - term, 0.0)
+    return torch.stack(terms, dim=2)
 
 
 def project(z: Tensor, weight: Tensor, *, precise: bool = False) -> Tensor:

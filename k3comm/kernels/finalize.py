@@ -51,6 +51,11 @@ class Deferred:
             raise InputError(f"rows: {self.rows.dtype} given; accepted is {dtype}")
         if self.weights.dtype not in (dtype, torch.float32):
             raise InputError(f"expert_weights: {self.weights.dtype} given; accepted are {dtype} and torch.float32")
+        for name, x in (("expert_weights", self.weights), ("permuted_index", self.permuted_index)):
+            if x.dim() not in (1, 2) or (x.dim() == 2 and x.shape[0] != self.num_tokens):
+                raise InputError(
+                    f"{name}: shape {tuple(x.shape)} given; accepted are [m*K] and [m, K], m = {self.num_tokens}"
+                )
         if self.permuted_index.dtype != torch.int32:
             raise InputError(f"permuted_index: {self.permuted_index.dtype} given; accepted is torch.int32")
         slots = self.permuted_index.numel()
@@ -83,7 +88,16 @@ def finalize(deferred: Deferred, latent_size: int) -> Tensor:
         for k in range(index.shape[1]):
             tokens = (index[:, k] >= 0).nonzero().squeeze(1)
             chosen = rows[index[tokens, k].long(), :latent_size]
-            # fp32 * BF16 is exact in fp64, and so is the sum to far below fp32's last bit: one rounding, as an fma has.
-            step = total[tokens] + weights[tokens, k, None].double() * chosen.double()
-            total[tokens] = step.float().double()
+            product = weights[tokens, k, None].double() * chosen.double()  # exact: 24 and at most 24 bits
+            total[tokens] = _add_odd(total[tokens], product).float().double()
     return total.to(torch.float32).to(rows.dtype)
+
+
+def _add_odd(a: Tensor, b: Tensor) -> Tensor:
+    """a + b in float64, rounded to odd: rounding that to fp32 gives what an fma of the exact sum gives, ties too."""
+    total = a + b
+    part = total - a
+    error = (a - (total - part)) + (b - part)
+    even = (total.contiguous().view(torch.int64) & 1) == 0
+    away = torch.where(error > 0, torch.inf, -torch.inf)
+    return torch.where((error != 0) & even & error.isfinite(), torch.nextafter(total, away.to(total)), total)

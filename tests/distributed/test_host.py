@@ -224,6 +224,29 @@ def test_growth_is_by_reserve_alone(comm: Communicator) -> None:
     assert comm.memory()["PEER_AR: staging, retired"] < 2 * comm.memory()["PEER_AR: staging"]
 
 
+def test_ranks_that_reserve_differently_all_hear_of_it(comm: Communicator, rank: int) -> None:
+    text = "reserve: the ranks ask for 300 to 301 rows; accepted is one number on every rank"
+    with pytest.raises(k3comm.NegotiationError, match=text):
+        comm.reserve(301 if rank == 1 else 300)
+    case = case_of(comm, 300)
+    comm.reserve(300)
+    assert near(call(handle(comm, case), comm, case, Tier.PEER_AR), case)
+
+
+def test_negotiated_in_inference_mode_and_called_outside(rank: int) -> None:
+    with torch.inference_mode():
+        made = Communicator.negotiate(SPEC, dist.group.WORLD)
+    with made as comm:
+        case = case_of(comm, 300)
+        tail = handle(comm, case)
+        for tier in (Tier.TAIL_FUSION, Tier.PEER_AR):
+            call(tail, comm, case, tier, slice(0, 20))
+        with torch.inference_mode():
+            comm.reserve(300)
+            call(tail, comm, case, Tier.PEER_AR)
+        assert near(call(tail, comm, case, Tier.PEER_AR), case)
+
+
 def test_a_transport_can_be_chosen() -> None:
     with Communicator.negotiate(SPEC, dist.group.WORLD, settings=Settings(transport="peer")) as comm:
         assert not {Tier.TAIL_FUSION, Tier.PEER_AR} & set(comm.agreement.capacities)

@@ -154,6 +154,9 @@ def surroundings(precise: bool) -> dict[str, bool]:
         with torch.device("meta"):
             out = tail(routed, shared, None, plan=plan)
         found[f"{tier.name} meta"] = out.device.type == "cpu" and torch.equal(out, expected)
+        torch.set_float32_matmul_precision("medium")
+        found[f"{tier.name} medium"] = torch.equal(tail(routed, shared, None, plan=plan), expected)
+        torch.set_float32_matmul_precision("highest")
         for dtype in (torch.bfloat16, torch.float16):
             with torch.autocast("cpu", dtype=dtype):
                 found[f"{tier.name} autocast {dtype}"] = torch.equal(tail(routed, shared, None, plan=plan), expected)
@@ -163,5 +166,5 @@ def surroundings(precise: bool) -> dict[str, bool]:
 @pytest.mark.parametrize("precise", [False, True])
 def test_what_engines_set_globally_changes_no_bit(precise: bool) -> None:
     for found in run_ranks(surroundings, 2, precise, deadline=60):
-        assert len(found) >= 5 * (4 if precise else 6)
+        assert len(found) >= 6 * (4 if precise else 6)
         assert [what for what, right in found.items() if not right] == []
