@@ -251,6 +251,6 @@ def _device(device: torch.device | str | None, backends: dict[str, str]) -> torc
     if place.type != "cuda":
         raise InputError(f"device: {device!r} given; accepted are cpu and cuda")
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if count == 0 or (place.index is not None and place.index >= count):
+    if count == 0 or (place.index is not None and not 0 <= place.index < count):
         raise InputError(f"device: {device!r} given; {count} CUDA devices are to be had here")
     return torch.device("cuda", torch.cuda.current_device() if place.index is None else place.index)
