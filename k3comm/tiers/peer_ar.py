@@ -96,7 +96,8 @@ class Plugin(LibraryTier):
         parts = {"routed": call.routed, "shared": call.shared}
         for name, partial in parts.items():
             self._pool.stage(name, partial, lane=call.lane)
-        self._pool.barrier("staged", lane=call.lane)
+        where = f"layer {call.layer}, lane {call.lane}"
+        self._pool.barrier(f"staged, {where}", lane=call.lane)
         rows = call.routed.shape[0]
         buffers = {name: [whole.view(-1) for whole in self._pool.peers(name, rows, lane=call.lane)] for name in parts}
         for flat in buffers.values():
@@ -106,12 +107,12 @@ class Plugin(LibraryTier):
             for peer in flat[1:]:
                 total += peer[own]
             flat[self._rank][own].copy_(total)
-        self._pool.barrier("summed", lane=call.lane)
+        self._pool.barrier(f"summed, {where}", lane=call.lane)
         latent, shared = (
             torch.cat([peer[self._share(peer.numel(), rank)] for rank, peer in enumerate(flat)]).view(rows, -1)
             for flat in buffers.values()
         )
-        self._pool.barrier("read", lane=call.lane)
+        self._pool.barrier(f"read, {where}", lane=call.lane)
         return self._finish_sums(latent, shared, call)
 
     def _share(self, elements: int, rank: int) -> slice:
