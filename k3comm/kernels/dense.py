@@ -15,7 +15,7 @@ blocks took 8.7 ms where the whole matrix took 37.6 ms (m = 1, 7168 x 3584, 2 co
 
 ROWS_BLOCK_BYTES = 1 << 20
 """The same where every row passes over the block by itself: it stays in a core's own cache. 16 rows of 1792 x 3584 took
-14.2 ms, and 28.9 ms with blocks of 8 MiB (one core; docs/performance.md)."""
+11.2 ms, and 23.2 ms with blocks of 8 MiB (one core; docs/performance.md)."""
 
 
 def sum_ranks(parts: Tensor) -> Tensor:
@@ -77,26 +77,26 @@ def project_rows(z: Tensor, weight: Tensor) -> Tensor:
     rows = max(1, ROWS_BLOCK_BYTES // (4 * weight.shape[1]))
     out = z.new_empty(z.shape[0], weight.shape[0])
     # Always through the same buffer: a BLAS may choose its order by the address that it is given.
-    terms, split = z.new_empty(z.shape[1], 3), _three_terms(z)
+    terms, split = z.new_empty(3, z.shape[1]), _three_terms(z)
     for first in range(0, weight.shape[0], rows):
         block = weight[first : first + rows].float()
         for token in range(z.shape[0]):
             terms.copy_(split[token])
-            high, middle, low = (block @ terms).unbind(1)
+            high, middle, low = terms @ block.t()
             torch.add(low, middle, out=low)
             torch.add(low, high, out=out[token, first : first + rows])
     return out
 
 
 def _three_terms(z: Tensor) -> Tensor:
-    """z [m, L] in fp32 as BF16 terms that add up to it, high to low: [m, L, 3], fp32."""
+    """z [m, L] in fp32 as BF16 terms that add up to it, high to low: [m, 3, L], fp32."""
     rest, terms = z, []
     for _ in range(3):
         term = rest.bfloat16().float()
         terms.append(term)
         # Where a term is infinite the next ones are nothing: inf - inf would make a NaN of it.
         rest = torch.where(term.isfinite(), rest - term, 0.0)
-    return torch.stack(terms, dim=2)
+    return torch.stack(terms, dim=1)
 
 
 def project(z: Tensor, weight: Tensor, *, precise: bool = False) -> Tensor:
