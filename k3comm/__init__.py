@@ -10,6 +10,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from k3comm.buffers.symmetric import Exchange
     from k3comm.communicator import Communicator
     from k3comm.errors import (
         CaptureError,
@@ -26,7 +27,6 @@ if TYPE_CHECKING:
     )
     from k3comm.facts import Facts, Verdict
     from k3comm.moe_tail import MoETail
-    from k3comm.negotiate.exchange import Exchange
     from k3comm.operations import AttentionReduceOp, MoETailOp, RouteExchangeOp, TopKPackOp
     from k3comm.settings import Settings
     from k3comm.spec import LatentMoESpec, ParallelLayout
@@ -41,7 +41,7 @@ _MODULES = {
     "ClosedError": "errors",
     "CommunicationTimeoutError": "errors",
     "Communicator": "communicator",
-    "Exchange": "negotiate.exchange",
+    "Exchange": "buffers.symmetric",
     "Facts": "facts",
     "InputError": "errors",
     "K3CommError": "errors",

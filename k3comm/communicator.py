@@ -78,6 +78,7 @@ class Communicator(Session):
         check_size(world_size)
         rank = 0 if group is None else dist.get_rank(group)
         backends = _backends(group) if group is not None else {}
+        new_memory = partial(HostMemory, rank, world_size)
         vote_group, vote_problem = _vote_group(group, cpu_group)
 
         def prepare() -> Local:
@@ -94,7 +95,7 @@ class Communicator(Session):
                 backends=backends,
                 world_size=world_size,
                 name=name or "",
-                new_memory=partial(HostMemory, rank, world_size),
+                new_memory=new_memory,
             )
 
         def exchange_within(deadline: float) -> Exchange:
@@ -111,7 +112,7 @@ class Communicator(Session):
         )
 
         def establish_more(nbytes: int) -> SymmetricMemory | str:
-            memory = HostMemory(rank, world_size)
+            memory = new_memory()
             return establish(memory, nbytes, voted) or memory
 
         context = TierContext(

@@ -20,7 +20,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from enum import Enum, unique
-from typing import TYPE_CHECKING, Final, Protocol
+from typing import TYPE_CHECKING, Final, Protocol, runtime_checkable
 
 import attrs
 
@@ -109,27 +109,26 @@ class SymmetricMemory(ABC):
         """Lets go of everything that any stage took. Idempotent and local; right after any stage, also a failed one."""
 
 
-class ExchangeLike(Protocol):
-    """What `establish` needs of a group; `k3comm.Exchange` has it."""
+@runtime_checkable
+class Exchange(Protocol):
+    """What votes need of a group. Every member calls the same methods in the same order."""
 
     @property
     def rank(self) -> int:
-        """Place in the group."""
+        """Place in the group, 0 to size - 1."""
 
     @property
     def size(self) -> int:
         """Number of ranks W."""
 
     def min(self, values: Sequence[int]) -> list[int]:
-        """The element-wise minimum over ranks. Collective."""
+        """The element-wise minimum over ranks of int64 values; equally many on every rank. Collective."""
 
     def gather(self, payload: bytes) -> list[bytes]:
         """Every rank's payload, in rank order; equally many bytes on every rank. Collective."""
 
 
-def establish(
-    memory: SymmetricMemory, nbytes: int, exchange: ExchangeLike, stages: Sequence[str] = STAGES
-) -> str | None:
+def establish(memory: SymmetricMemory, nbytes: int, exchange: Exchange, stages: Sequence[str] = STAGES) -> str | None:
     """`establish_all` for one block."""
     return establish_all([memory], [nbytes], exchange, stages)[0]
 
@@ -137,7 +136,7 @@ def establish(
 def establish_all(
     memories: Sequence[SymmetricMemory],
     nbytes: Sequence[int],
-    exchange: ExchangeLike,
+    exchange: Exchange,
     stages: Sequence[str] = STAGES,
 ) -> list[str | None]:
     """Makes each of some blocks on every rank, or on none; all of them in the collectives of one. Collective.
@@ -189,7 +188,7 @@ def establish_all(
     return refusals
 
 
-def _attempt(stage: str, act: Callable[[int], None], refusals: list[str | None], exchange: ExchangeLike) -> list[int]:
+def _attempt(stage: str, act: Callable[[int], None], refusals: list[str | None], exchange: Exchange) -> list[int]:
     """One local stage of the blocks that nobody refused yet, and its vote. The places of those refused now."""
     failures = [""] * len(refusals)
     for place, refusal in enumerate(refusals):

@@ -7,32 +7,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from k3comm.buffers.symmetric import Exchange
 from k3comm.errors import CommunicationTimeoutError, InputError
 from k3comm.negotiate.decide import MAX_RANKS
 
-
-@runtime_checkable
-class Exchange(Protocol):
-    """What a negotiation needs of a group. Every member calls the same methods in the same order."""
-
-    @property
-    def rank(self) -> int:
-        """Place in the group, 0 to size - 1."""
-
-    @property
-    def size(self) -> int:
-        """Number of ranks W."""
-
-    def min(self, values: Sequence[int]) -> list[int]:
-        """The element-wise minimum over ranks of int64 values; equally many on every rank. Collective."""
-
-    def gather(self, payload: bytes) -> list[bytes]:
-        """Every rank's payload, in rank order; equally many bytes on every rank. Collective."""
+__all__ = ["Exchange", "GroupExchange", "SoloExchange", "check_size"]
 
 
 class SoloExchange:

@@ -36,8 +36,5 @@ class Plugin(LibraryTier):
             self._collectives.all_reduce(lane)
             latent, shared = lane[:, :latent_size], lane[:, latent_size:]
         else:
-            latent, shared = (
-                partial.clone(memory_format=torch.contiguous_format) for partial in (call.routed, call.shared)
-            )
-            self._collectives.all_reduce(latent, shared)
+            latent, shared = self._collectives.all_reduced(call.routed, call.shared)
         return self._finish_sums(latent, shared, call)

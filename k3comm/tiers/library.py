@@ -28,7 +28,7 @@ _all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or di
 
 
 class Collectives:
-    """The collectives of one group, out of place. On CPU each is bounded by `settings.poll_deadline`.
+    """The collectives of one group; only `all_reduce` works in place. `settings.poll_deadline` bounds each on CPU.
 
     Inside NCCL the group's own watchdog decides.
     """
@@ -51,6 +51,12 @@ class Collectives:
                 dist.all_reduce(tensor, group=self._context.group)
         for work in grouped.works:
             self._finish("grouped all_reduce", work)
+
+    def all_reduced(self, *partials: Tensor) -> list[Tensor]:
+        """The sums of the partials, which stay as they are: copies without strides, which libraries may refuse."""
+        sums = [partial.clone(memory_format=torch.contiguous_format) for partial in partials]
+        self.all_reduce(*sums)
+        return sums
 
     def all_to_all(self, x: Tensor) -> Tensor:
         """x [W, ...]: slice d goes to rank d. Returns [W, ...]: slice s came from rank s."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-import torch
 from torch import Tensor
 
 from k3comm.kernels import dense
@@ -28,9 +27,7 @@ class Plugin(LibraryTier):
         """One partial sum [m, n] over all ranks: in its dtype, or in fp32 if `weights.precise`. Out of place."""
         if weights.precise:
             return dense.sum_ranks(self._collectives.all_gather(partial))
-        total = partial.clone(memory_format=torch.contiguous_format)
-        self._collectives.all_reduce(total)
-        return total
+        return self._collectives.all_reduced(partial)[0]
 
     def _tail(self, call: TailCall) -> Tensor:
         latent = self.reduce(call.routed, call.weights) if call.latent is None else call.latent
