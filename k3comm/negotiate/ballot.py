@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 from collections.abc import Mapping
 from functools import cache
@@ -10,7 +11,7 @@ from pathlib import Path
 import attrs
 
 import k3comm
-from k3comm.facts import Facts, Reason, Verdict
+from k3comm.facts import Fabric, Facts, Reason, Unknown, Verdict
 from k3comm.negotiate.blocks import excluded
 from k3comm.negotiate.decide import Ballot
 from k3comm.operations import Proposal
@@ -22,11 +23,11 @@ SOURCE_SUFFIXES = (".py", ".cu", ".cuh")
 
 
 def ballot(
-    facts: Facts, proposal: Proposal, windows: Windows[Tier], unallocated: Mapping[Tier, int] | None = None
+    facts: Facts, proposal: Proposal, windows: Windows[Tier], unallocated: Mapping[Tier, Verdict] | None = None
 ) -> Ballot:
     """This rank's ballot. Pure but for the hash of the library's own files.
 
-    `unallocated`: the MiB that could not be had, by the tiers that need them.
+    `unallocated`: why their memory could not be had, by the tiers that need it.
     """
     present = plugins()
     return Ballot(
@@ -44,11 +45,17 @@ def ballot(
             "settings": proposal.settings.describe(uniform_only=True),
             "operations": {type(operation).__name__: str(operation) for operation in proposal.operations},
             "windows": windows.describe(),
+            "environment": facts.environment,
         },
-        host=facts.host,
+        host=str(facts.host) if facts.host else "",
+        host_code=facts.host.code if isinstance(facts.host, Unknown) else 0,
         device_uuid=str(facts.device_uuid) if facts.device_uuid else "",
+        domain=f"{facts.fabric.cluster}/{facts.fabric.clique}"
+        if isinstance(facts.fabric, Fabric) and facts.fabric.ready and facts.fabric.cluster
+        else "",
+        ordinal=facts.ordinal,
         verdicts={
-            tier: _out_of_memory(unallocated[tier])
+            tier: (unallocated[tier], unallocated[tier])
             if unallocated and tier in unallocated
             else word(tier, present.get(tier), facts, proposal)
             for tier in Tier
@@ -70,9 +77,11 @@ def word(tier: Tier, plugin: type[TailTier] | None, facts: Facts, proposal: Prop
     return plugin.verdict(facts, proposal)
 
 
-def _out_of_memory(mib: int) -> tuple[Verdict, Verdict]:
-    no = Verdict.no(Reason.OUT_OF_MEMORY, mib)
-    return no, no
+def not_allocated(nbytes: int, code: int | None) -> Verdict:
+    """The word on the tiers of a block of `nbytes` bytes that could not be had, for which the system gave `code`."""
+    if code in (None, errno.ENOMEM, errno.ENOSPC, errno.EAGAIN):
+        return Verdict.no(Reason.OUT_OF_MEMORY, nbytes >> 20)
+    return Verdict.no(Reason.ALLOCATION, code)
 
 
 @cache

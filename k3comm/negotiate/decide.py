@@ -4,10 +4,12 @@ A vote is one MIN all-reduce that is a gather: a matrix of 16 rows by 64 int64 c
 INT64_MAX everywhere else. Both sizes are fixed whatever the version and the number of tiers, since a backend may
 abort the process when lengths differ.
 
-    cell 0   MAGIC            cell 4       hash of the host's identity
+    cell 0   MAGIC            cell 4       the host: a hash of its identity, past UNKNOWN_HOSTS
     cell 1   FORMAT           cell 5       hash of the device's UUID, 0 without one
-    cell 2   the rank         cells 6..12  a hash of each of GROUPS
-    cell 3   1 if it failed   cells 16..   four a tier: capacity and reason on one host, the same across hosts
+    cell 2   the rank         cells 6..13  a hash of each of GROUPS
+    cell 3   1 if it failed   cell 14      hash of the NVLink domain, 0 without one
+                              cell 15      1 + the number by which its process knows the device, 0 without one
+                              cells 16..   four a tier: capacity and reason on one host, the same across hosts
 """
 
 from __future__ import annotations
@@ -24,13 +26,15 @@ from k3comm.tiers.tier import Tier
 from k3comm.tiers.windows import by_key
 
 MAGIC = 0x6B33636F6D6D  # "k3comm"
-FORMAT = 1
+FORMAT = 2
 """The layout of the cells. A change of it is a new number, and ranks that differ say so."""
 MAX_RANKS = 16
 """The largest W."""
 EMPTY = 2**63 - 1
+UNKNOWN_HOSTS = 4096
+"""A host cell below this is an unknown host, and the errno for which it is; 0 without one."""
 COLUMNS = 64
-GROUPS = ("version", "sources", "spec", "layout", "settings", "operations", "windows")
+GROUPS = ("version", "sources", "spec", "layout", "settings", "operations", "windows", "environment")
 """What must be equal on all ranks; each is a table of fields, compared by hash."""
 _FIRST_GROUP, _FIRST_TIER, _CELLS_A_TIER = 6, 16, 4
 _REASON_SHIFT = 2**32
@@ -55,14 +59,20 @@ class Ballot:
 
     Attributes:
         fields: what must be equal on all ranks.
-        host, device_uuid: where it is; "" where there is no device to be shared.
+        host, device_uuid: where it is; "" where that is unknown, or where there is no device to be shared.
+        host_code: where the host is unknown, the errno for which it is.
+        domain: the NVLink domain that the device is in; "" without one.
+        ordinal: the number by which the process knows its device; None without one.
         verdicts: its word on each tier, on one host and across hosts.
         failure: why it can't take part; "" if it can.
     """
 
     fields: Fields = attrs.field(factory=dict)
     host: str = ""
+    host_code: int = 0
     device_uuid: str = ""
+    domain: str = ""
+    ordinal: int | None = None
     verdicts: Mapping[Tier, tuple[Verdict, Verdict]] = attrs.field(factory=dict)
     failure: str = ""
 
@@ -71,14 +81,18 @@ class Ballot:
         cells = [EMPTY] * (MAX_RANKS * COLUMNS)
         row = [0] * COLUMNS
         row[0:4] = MAGIC, FORMAT, rank, int(bool(self.failure))
-        row[4] = digest(self.host)
+        row[4] = UNKNOWN_HOSTS + digest(self.host) if self.host else self.host_code % UNKNOWN_HOSTS
         row[5] = digest(self.device_uuid) if self.device_uuid else 0
         for column, group in enumerate(GROUPS, _FIRST_GROUP):
             row[column] = digest(json.dumps(dict(self.fields.get(group, {})), sort_keys=True))
+        row[14] = digest(self.domain) if self.domain else 0
+        row[15] = 0 if self.ordinal is None else self.ordinal + 1
         for index, tier in enumerate(Tier):
             if tier in self.verdicts:
                 at = _FIRST_TIER + index * _CELLS_A_TIER
-                row[at : at + _CELLS_A_TIER] = [n for verdict in self.verdicts[tier] for n in _pack(verdict)]
+                row[at : at + _CELLS_A_TIER] = [
+                    n for verdict in self.verdicts[tier] for n in (verdict.capacity, pack_reason(verdict))
+                ]
         cells[rank * COLUMNS : (rank + 1) * COLUMNS] = row
         return cells
 
@@ -94,6 +108,25 @@ class Ballot:
             if len(payload) <= TEXT_BYTES:
                 return payload.ljust(TEXT_BYTES, b" ")
         return json.dumps({"failure": self.failure[:VALUE_CHARACTERS]}).encode().ljust(TEXT_BYTES, b" ")
+
+
+@attrs.frozen(kw_only=True)
+class Place:
+    """Where a rank is, as hashes; 0 is unknown, or none."""
+
+    host: int
+    device_uuid: int
+    domain: int
+    ordinal: int
+
+
+def places(matrix: Sequence[int], world_size: int) -> list[Place]:
+    """Every rank's place, from the reduced matrix."""
+    rows = [matrix[rank * COLUMNS : (rank + 1) * COLUMNS] for rank in range(world_size)]
+    return [
+        Place(host=row[4] if _host_known(row) else 0, device_uuid=row[5], domain=row[14], ordinal=row[15])
+        for row in rows
+    ]
 
 
 @attrs.frozen
@@ -114,7 +147,7 @@ class Decision:
 
     Attributes:
         world_size: ranks W.
-        hosts: for each rank, the first rank on its host.
+        hosts: for each rank, the first rank on its host; a rank whose host is unknown is on one of its own.
         mismatched: the members of GROUPS that differ.
         failed: ranks that can't take part.
         shared_devices: for each GPU that several ranks are on, those ranks.
@@ -146,6 +179,15 @@ class Decision:
         kept = {tier: rows for tier, rows in self.capacities.items() if tier not in failures}
         return attrs.evolve(self, capacities=kept, failures=failures)
 
+    def refused(self, refusals: Sequence[Refusal]) -> Decision:
+        """The decision less the tiers that somebody refused afterwards."""
+        gone = {one.tier for one in refusals}
+        return attrs.evolve(
+            self,
+            capacities={tier: rows for tier, rows in self.capacities.items() if tier not in gone},
+            refusals=tuple(sorted([*self.refusals, *refusals], key=lambda one: (one.tier, one.rank))),
+        )
+
     def refusal(self, tier: Tier) -> str:
         """Who said no to a tier and why, ranks of the same reason together; "" if nobody did."""
         if tier in self.failures:
@@ -155,39 +197,61 @@ class Decision:
             if one.tier is tier:
                 ranks.setdefault(str(one.verdict), []).append(one.rank)
         if list(ranks.values()) == [list(range(self.world_size))]:
-            return next(iter(ranks))
+            why = next(iter(ranks))
+            return f"{why} ({self.spread})" if why == Reason.ACROSS_HOSTS.text(0) else why
         return "; ".join(f"{name_ranks(who)}: {why}" for why, who in ranks.items())
+
+    @property
+    def spread(self) -> str:
+        """Which ranks share a host, for people."""
+        together = [
+            [rank for rank, host in enumerate(self.hosts) if host == first] for first in sorted(set(self.hosts))
+        ]
+        if len(together) == self.world_size:
+            return "every rank is on a host of its own"
+        return "; ".join(f"{name_ranks(ranks)} on one host" for ranks in together)
 
 
 def decide(matrix: Sequence[int], world_size: int) -> Decision:
     """What follows from the reduced matrix (MAX_RANKS * COLUMNS cells)."""
     rows = [matrix[rank * COLUMNS : (rank + 1) * COLUMNS] for rank in range(world_size)]
-    hosts = tuple(next(i for i in range(world_size) if rows[i][4] == row[4]) for row in rows)
+    hosts = tuple(
+        next(i for i in range(world_size) if rows[i][4] == row[4]) if _host_known(row) else rank
+        for rank, row in enumerate(rows)
+    )
     mismatched = tuple(
         group for column, group in enumerate(GROUPS, _FIRST_GROUP) if len({row[column] for row in rows}) > 1
     )
     if any(list(row[:3]) != [MAGIC, FORMAT, rank] for rank, row in enumerate(rows)):
         mismatched = ("version",)
     failed = tuple(rank for rank, row in enumerate(rows) if row[3])
-    places: dict[tuple[int, int], list[int]] = {}
+    on_device: dict[tuple[int, int], list[int]] = {}
     for rank, row in enumerate(rows):
         if row[5]:
-            places.setdefault((row[4], row[5]), []).append(rank)
+            on_device.setdefault((row[4], row[5]), []).append(rank)
     one_host = len(set(hosts)) == 1
+    maybe_one_host = not one_host and len({row[4] for row in rows if _host_known(row)}) <= 1
     capacities, refusals = {}, []
     if not failed and not mismatched:
         for index, tier in enumerate(Tier):
-            at = _FIRST_TIER + index * _CELLS_A_TIER + (0 if one_host else 2)
-            verdicts = [_unpack(row[at], row[at + 1]) for row in rows]
+            at = _FIRST_TIER + index * _CELLS_A_TIER
+            here, across = ([unpack_reason(row[n + 1], row[n]) for row in rows] for n in (at, at + 2))
+            verdicts = here if one_host else across
             if all(verdicts):
                 capacities[tier] = min(verdict.capacity for verdict in verdicts)
+            elif maybe_one_host:
+                # That nobody knows the span is the fault of the ranks that don't know their host, and of no other.
+                verdicts = [
+                    Verdict.no(Reason.HOST_UNKNOWN, row[4]) if one and not _host_known(row) else one
+                    for one, row in zip(here, rows, strict=True)
+                ]
             refusals += [Refusal(tier, rank, verdict) for rank, verdict in enumerate(verdicts) if not verdict]
     return Decision(
         world_size=world_size,
         hosts=hosts,
         mismatched=mismatched,
         failed=failed,
-        shared_devices=tuple(tuple(ranks) for ranks in places.values() if len(ranks) > 1),
+        shared_devices=tuple(tuple(ranks) for ranks in on_device.values() if len(ranks) > 1),
         capacities=capacities,
         refusals=tuple(refusals),
     )
@@ -227,12 +291,18 @@ def name_ranks(ranks: Sequence[int]) -> str:
     return f"ranks {', '.join(map(str, ranks[:-1]))} and {ranks[-1]}"
 
 
-def _pack(verdict: Verdict) -> tuple[int, int]:
-    return verdict.capacity, verdict.reason * _REASON_SHIFT + verdict.detail
+def _host_known(row: Sequence[int]) -> bool:
+    return row[4] >= UNKNOWN_HOSTS
 
 
-def _unpack(capacity: int, reason: int) -> Verdict:
-    return Verdict(capacity, Reason(reason // _REASON_SHIFT), reason % _REASON_SHIFT)
+def pack_reason(verdict: Verdict) -> int:
+    """A verdict's reason and number as one cell; 0 for a yes."""
+    return verdict.reason * _REASON_SHIFT + verdict.detail
+
+
+def unpack_reason(cell: int, capacity: int = 0) -> Verdict:
+    """The verdict of a cell made by `pack_reason`."""
+    return Verdict(capacity, Reason(cell // _REASON_SHIFT), cell % _REASON_SHIFT)
 
 
 def _cut(value: str, limit: int) -> str:

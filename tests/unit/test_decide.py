@@ -30,8 +30,9 @@ from k3comm.negotiate.decide import (
 from k3comm.operations import Proposal
 from k3comm.settings import Settings
 from k3comm.spec import LatentMoESpec, ParallelLayout
-from k3comm.testing import h200_facts, laptop_facts
+from k3comm.testing import h200_facts, laptop_facts, machine_facts
 from k3comm.tiers import UNLIMITED, Tier, WindowsChoice, choose_windows, plugins
+from k3comm.tiers.device import peer_verdict
 
 SPEC = LatentMoESpec.kimi_k3()
 YES = (Verdict.yes(), Verdict.yes())
@@ -204,7 +205,7 @@ def test_failures_of_several_ranks_are_told_once_each() -> None:
 
 def test_another_format_is_a_version_that_differs(monkeypatch: pytest.MonkeyPatch) -> None:
     new = healthy().matrix(0)
-    monkeypatch.setattr(module, "FORMAT", 2)
+    monkeypatch.setattr(module, "FORMAT", module.FORMAT + 1)
     old = healthy().matrix(1)
     assert decide([min(pair) for pair in zip(new, old, strict=True)], 2).mismatched == ("version",)
 
@@ -288,6 +289,26 @@ def test_the_same_ordinal_on_other_hosts_or_of_other_gpus_is_fine() -> None:
     outcomes = negotiated([lambda one=one: local(one) for one in facts])
     assert outcomes[0][1].shared_devices == ()
     assert outcomes[0][1].hosts == (0, 1)
+
+
+def test_a_pair_out_of_reach_is_found_before_any_rendezvous(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a tier over device memory the pairs vote, and only then is it agreed; the others stay."""
+    tier = plugins()[Tier.PEER_AR]
+    monkeypatch.setattr(tier, "transports", frozenset({"peer"}))
+    monkeypatch.setattr(tier, "verdict", classmethod(lambda cls, facts, proposal: peer_verdict(facts, proposal, 256)))
+    ranks = machine_facts("h200x8_one_pair_apart")
+    outcomes = negotiated([lambda one=one: local(one) for one in ranks])
+    assert all(outcome[1] == outcomes[0][1] for outcome in outcomes)
+    decision = outcomes[0][1]
+    assert decision.refusal(Tier.PEER_AR) == "rank 3: no peer access to rank 5's GPU (chipset not supported)"
+    assert Tier.FUSED_LANE_AR in decision.capacities
+    outcomes = negotiated([lambda one=one: local(one) for one in machine_facts("h200x8")])
+    assert outcomes[0][1].capacities[Tier.PEER_AR] == 256
+    forced = negotiated([lambda one=one: local(one, Settings(force=Tier.PEER_AR)) for one in ranks])
+    assert {str(outcome) for outcome in forced} == {
+        "force: PEER_AR is asked for by name and not agreed; "
+        "rank 3: no peer access to rank 5's GPU (chipset not supported)"
+    }
 
 
 def test_ranks_of_other_families_have_other_windows() -> None:
