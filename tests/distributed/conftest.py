@@ -40,8 +40,11 @@ import torch.distributed as dist
 HERE = Path(__file__).parent
 GROUP_TIMEOUT = timedelta(seconds=60)
 """How long a collective of the default group may take. Also the patience for ranks that are still importing."""
-OUTCOME_DEADLINE = timedelta(seconds=30)
-"""How much later than the first rank the last one may end a test."""
+OUTCOME_DEADLINE = timedelta(seconds=100)
+"""How much later than the first rank the last one may end a test: long enough for it to run into GROUP_TIMEOUT, or into
+two of k3comm's own deadlines, and to say so itself."""
+WAIT_SLICE = timedelta(seconds=0.1)
+"""How long a collective of a test waits before it looks again."""
 FAREWELL_DEADLINE = timedelta(seconds=10)
 """How long a rank of a failed session waits for the others to print what they have to say."""
 LATE = f"not done {OUTCOME_DEADLINE.seconds} s after the first rank"
@@ -253,12 +256,32 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 item.add_marker(pytest.mark.skip(reason="needs several ranks; run under torchrun: make test"))
 
 
+def _look_again_while_waiting() -> None:
+    """Lets gloo's waits look again now and then.
+
+    On a busy machine a wait with a limit of 30 s once ended well after 30 s: the work was done long before, and the
+    wake-up was lost below torch. Peers had given up by then.
+    """
+    wait = dist.Work.wait
+
+    def wait_in_slices(work: dist.Work, timeout: timedelta | None = None) -> bool:
+        end = time.monotonic() + (timeout or GROUP_TIMEOUT).total_seconds()
+        while not work.is_completed() and time.monotonic() < end:
+            with suppress(RuntimeError):  # the slice is over, or the work failed: asked below
+                wait(work, WAIT_SLICE)
+        return wait(work, WAIT_SLICE)
+
+    dist.Work.wait = wait_in_slices
+
+
 @pytest.fixture(scope="session", autouse=True)
 def _process_group(request: pytest.FixtureRequest) -> Generator[None]:
     """The default group: gloo over the job's store, one computing thread a rank; with --nccl also a GPU a rank."""
     ranks = request.config.stash[_RANKS]
     torch.set_num_threads(1)
     nccl = request.config.getoption("--nccl")
+    if not nccl:  # NCCL's waits return at once, and those with a limit block the host
+        _look_again_while_waiting()
     if nccl:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group(
