@@ -2,7 +2,8 @@
 
 Each command is a module of this package named after it, with a `HELP` line, `configure(parser)` and `run(arguments)`,
 which returns the exit code: 0 is well, 1 is a finding (a bound missed), 2 is a question that could not be answered (bad
-arguments, a malformed file, any K3CommError). Modules import what is slow, torch first of all, only when they run.
+arguments, a malformed file, any K3CommError); `doctor` adds 3: ranks that can't work together. Modules import what is
+slow, torch first of all, only when they run.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from k3comm import __version__
 from k3comm.cli import _console
 from k3comm.errors import K3CommError
 
-COMMANDS = ("tiers", "replay", "demo")
+COMMANDS = ("tiers", "replay", "demo", "doctor", "report")
 """The commands, in the order of the help."""
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,6 +13,8 @@ from k3comm.negotiate.decide import Decision, name_ranks
 from k3comm.settings import Settings
 from k3comm.spec import LatentMoESpec, ParallelLayout
 from k3comm.tiers import UNLIMITED, Numerics, Tier, Windows
+
+_log = logging.getLogger("k3comm")
 
 
 @attrs.frozen(kw_only=True)
@@ -85,7 +88,7 @@ class Report:
             "global_ranks": list(self.global_ranks),
             "hosts": list(self.decision.hosts),
             "facts": {
-                "host": self.facts.host,
+                "host": str(self.facts.host),
                 "device": self.facts.device,
                 "device_name": str(self.facts.device_name),
                 "device_uuid": str(self.facts.device_uuid),
@@ -144,6 +147,45 @@ class Explanation:
     def __str__(self) -> str:
         chosen = f"{self.axes}: {self.tier.name}{' (forced)' if self.forced else ''}"
         return "\n".join([chosen, *(f"  not {one.tier.name}: {one.why}" for one in self.obstacles)])
+
+
+def announce(report: Report) -> None:
+    """Logs what was agreed, on the group's rank 0 alone, to the logger "k3comm".
+
+    INFO: one line. WARNING: a tier that `enabled` names and that is not agreed, and windows that were measured for
+    other ranks. DEBUG: why each other tier is not agreed.
+    """
+    if report.rank != 0:
+        return
+    decision, settings, windows = report.decision, report.settings, report.windows
+    agreed = [tier.name for tier in Tier if tier in decision.capacities]
+    ranks = f"rank{'s' if decision.world_size > 1 else ''} {', '.join(map(str, report.global_ranks))} of the job"
+    _log.info(
+        "%s: %s agreed, best first, of %s; for %s; windows %s (%s%s)",
+        report.name,
+        ", ".join(agreed),
+        ", ".join(tier.name for tier in Tier),
+        ranks,
+        windows.source,
+        windows.family,
+        f", {windows.world_size} ranks" if windows.world_size else "",
+    )
+    if report.windows_warning:
+        _log.warning("%s: %s", report.name, report.windows_warning)
+    for tier in Tier:
+        if tier in decision.capacities:
+            continue
+        if tier in settings.enabled:
+            source = settings.sources["enabled"]
+            _log.warning(
+                "%s: %s is asked for by name (enabled, %s) and not agreed: %s",
+                report.name,
+                tier.name,
+                source,
+                decision.refusal(tier),
+            )
+        else:
+            _log.debug("%s: not %s: %s", report.name, tier.name, decision.refusal(tier))
 
 
 def rows_text(capacity: int) -> str:

@@ -1,0 +1,128 @@
+"""Compares what the decision recorder wrote on several ranks, and shows where they first differ.
+
+FILE is a recorder's file (NAME.rank3.log), or a folder with them (K3COMM_RECORD). Files of one communicator and group
+are compared with each other; several communicators one after the other. A file that ends earlier than the others, as
+of a rank that was killed or hangs, is a difference too.
+
+Exit codes: 0 all ranks did the same; 1 they differ; 2 a file can't be read, or is none of a recorder.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from itertools import zip_longest
+from typing import Any
+
+import attrs
+
+from k3comm.cli import _console
+from k3comm.errors import InputError
+from k3comm.negotiate.decide import name_ranks
+from k3comm.record import CLOSED, Record, parse_call, records_in
+from k3comm.uniform import differences
+
+HELP = "where the decision recorder's files of several ranks first differ"
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Adds the arguments of `report`."""
+    parser.add_argument("files", nargs="+", metavar="FILE", help="a recorder's file, or a folder with some")
+    parser.add_argument("--json", action="store_true", help="print the result as JSON instead")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Compares the files, communicator by communicator."""
+    results = [compare(group) for group in _groups(records_in(arguments.files))]
+    if arguments.json:
+        _console.show_json({"schema": 1, "communicators": [attrs.asdict(result) for result in results]})
+    else:
+        _console.show(*(line for result in results for line in _lines(result)))
+    return int(any(result.difference for result in results))
+
+
+@attrs.frozen(kw_only=True)
+class Comparison:
+    """What came of one communicator's files.
+
+    Attributes:
+        communicator: its name. ranks: of the job, whose files were compared. absent: the group's other ranks.
+        calls: how many all ranks made alike, from the first.
+        difference: what differs then, in words; "" if nothing does.
+        lines: each rank's line there, as it stands in the file; "" where the file has ended.
+    """
+
+    communicator: str
+    ranks: tuple[int, ...]
+    absent: tuple[int, ...]
+    calls: int
+    difference: str
+    lines: dict[int, str]
+
+
+def compare(records: Sequence[Record]) -> Comparison:
+    """Compares the files of one communicator, given in the order of ranks, line by line."""
+    ranks = tuple(record.rank for record in records)
+    if len(set(ranks)) < len(ranks):
+        raise InputError(f"two files of one rank given: {', '.join(str(record.path) for record in records)}")
+    group = tuple(int(word) for word in records[0].header.get("group", "").split() if word.isdigit())
+    calls, difference, lines = 0, _headers(records), {}
+    for row in zip_longest(*(record.lines() for record in records)) if not difference else ():
+        if len(set(row)) > 1:
+            lines = {rank: line or "" for rank, line in zip(ranks, row, strict=True)}
+            difference = _difference(lines)
+            if difference:
+                break
+        calls += row[0] != CLOSED
+    return Comparison(
+        communicator=records[0].header.get("communicator", "?"),
+        ranks=ranks,
+        absent=tuple(rank for rank in group if rank not in ranks),
+        calls=calls,
+        difference=difference,
+        lines=lines if difference else {},
+    )
+
+
+def _difference(lines: dict[int, str]) -> str:
+    """What differs in one line of every rank; "" if nothing that counts does."""
+    ended = [rank for rank, line in lines.items() if not line]
+    closed = [rank for rank, line in lines.items() if line == CLOSED]
+    calls = {rank: parse_call(line) for rank, line in lines.items() if line and line != CLOSED}
+    texts = differences(calls) if len(calls) > 1 else []
+    if calls and ended:
+        texts.append(f"{name_ranks(ended)}: no further call, and not closed (killed, or stuck in the call before)")
+    if calls and closed:
+        texts.append(f"{name_ranks(closed)}: closed")
+    if not calls and ended and closed:
+        texts.append(f"{name_ranks(ended)}: not closed, unlike {name_ranks(closed)}")
+    return "; ".join(texts)
+
+
+def _headers(records: Sequence[Record]) -> str:
+    """What differs in the headers; "" if nothing does."""
+    found = []
+    for name in dict.fromkeys(name for record in records for name in record.header):
+        ranks: dict[str, list[int]] = {}
+        for record in records:
+            ranks.setdefault(record.header.get(name, "absent"), []).append(record.rank)
+        if len(ranks) > 1:
+            sides = "; ".join(f"{value} on {name_ranks(who)}" for value, who in ranks.items())
+            found.append(f"header, {name}: {sides}")
+    return "; ".join(found)
+
+
+def _groups(records: Sequence[Record]) -> list[list[Record]]:
+    groups: dict[tuple[Any, ...], list[Record]] = {}
+    for record in records:
+        groups.setdefault((record.header.get("communicator"), record.header.get("group")), []).append(record)
+    return list(groups.values())
+
+
+def _lines(result: Comparison) -> list[str]:
+    who = f"{result.communicator}, {name_ranks(result.ranks)}"
+    absent = [f"  no file of {name_ranks(result.absent)}"] if result.absent else []
+    if not result.difference:
+        return [f"{who}: {result.calls} calls, the same on all", *absent]
+    shown = [f"  rank {rank}: {line or '(the file ends here)'}" for rank, line in result.lines.items()]
+    return [f"{who}: the same for {result.calls} calls, then DIFFERENT", f"  {result.difference}", *shown, *absent]

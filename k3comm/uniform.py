@@ -1,0 +1,152 @@
+"""What the ranks do, call by call, and whether it is the same: the recorder's source, and `settings.check_uniform`.
+
+A call that differs between ranks is wrong sums, a time-out, or with gloo the end of the process. The check compares
+before any tier talks: one MIN of two numbers, the digest of the call and its negative, so that a difference shows on
+every rank alike; only then follows a gather of the texts. It runs before the shortcut of m = 0, since a rank that
+leaves there alone is the commonest difference of all.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from k3comm.buffers.symmetric import Exchange
+from k3comm.errors import CommunicationTimeoutError, DivergenceError
+from k3comm.negotiate.decide import digest, name_ranks
+from k3comm.negotiate.report import Report
+from k3comm.record import COMPARED, CallRecord, Recorder, parse_call
+
+if TYPE_CHECKING:
+    from k3comm.negotiate.watch import WatchedExchange
+
+TEXT_BYTES = 512
+"""Bytes in which a rank says what its call is. Fixed, since the gather needs equally many on every rank."""
+
+
+class CallObserver:
+    """Sees every call of a communicator's handles before it talks.
+
+    Args:
+        name: the communicator's, for errors.
+        recorder: takes a line a call; None: nobody does.
+        exchange: compares the calls of all ranks; None: nobody does.
+        missing: after a time-out, the ranks that don't answer.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        recorder: Recorder | None,
+        exchange: Exchange | None,
+        missing: Callable[[], tuple[int, ...]] = tuple,
+    ) -> None:
+        self._name = name
+        self._missing = missing
+        self._recorder = recorder
+        self._exchange = exchange
+        self._numbers = itertools.count()
+
+    def __call__(self, **fields: Any) -> None:
+        """Numbers the call, records it and, but while a graph is captured, compares it. Collective if it compares.
+
+        Raises:
+            DivergenceError: the ranks' calls differ; on every rank, with the same text.
+            CommunicationTimeoutError: a rank did not come.
+        """
+        call = CallRecord(call=next(self._numbers), **fields)
+        if self._recorder is not None:
+            self._recorder.write(call.line())
+        if self._exchange is None or call.capture:
+            return
+        try:
+            check_equal(self._name, call, self._exchange)
+        except CommunicationTimeoutError as error:
+            who = self._missing()
+            text = f"{name_ranks(who)} did not come, or can't answer" if who else "which rank did not come is not known"
+            raise CommunicationTimeoutError(
+                f"check_uniform, call {call.call} of {self._name}: {text}: {error}"
+            ) from error
+
+    def close(self) -> None:
+        """Ends the record."""
+        if self._recorder is not None:
+            self._recorder.close()
+
+
+def observer_for(report: Report, exchange: WatchedExchange) -> CallObserver | None:
+    """What the settings ask for; None for nothing, the usual case, which then costs a call one comparison."""
+    settings, recorder = report.settings, None
+    if settings.record is not None:
+        recorder = Recorder(settings.record, report.name, report.global_ranks[report.rank], header(report))
+    compares = settings.check_uniform and report.decision.world_size > 1
+    if recorder is None and not compares:
+        return None
+    if not compares:
+        return CallObserver(report.name, recorder, None)
+    return CallObserver(report.name, recorder, exchange.at("check_uniform"), exchange.missing)
+
+
+def header(report: Report) -> dict[str, str]:
+    """What a record says first: nothing that is one rank's alone."""
+    windows = report.windows
+    rows = digest(str(windows.describe()))
+    return {
+        "communicator": report.name,
+        "group": " ".join(map(str, report.global_ranks)),
+        "version": report.facts.versions.get("k3comm", "unknown"),
+        "windows": f"family {windows.family}, world size {windows.world_size or 'any'}, rows {rows:016x}",
+        "settings": "; ".join(f"{name}={value}" for name, value in report.settings.describe(uniform_only=True).items()),
+        "tiers": " ".join(tier.name for tier in report.decision.capacities),
+    }
+
+
+def check_equal(name: str, call: CallRecord, exchange: Exchange) -> None:
+    """Compares one call over the ranks. Collective: one MIN, and one gather where they differ.
+
+    Raises:
+        DivergenceError: on every rank, with the same text, that names the odd ranks, and what differs with its values.
+    """
+    line = " ".join(word for word in call.line().split() if not word.startswith("by="))
+    mine = digest(line)
+    least, negated = exchange.min([mine, -mine])
+    if least == -negated:
+        return
+    texts = exchange.gather(line.encode()[:TEXT_BYTES].ljust(TEXT_BYTES, b" "))
+    calls = dict(enumerate(parse_call(text.decode(errors="replace")) for text in texts))
+    number = calls[0].get("call", "?")
+    raise DivergenceError(
+        f"call {number} of {name} differs between the ranks, and was made by none: {'; '.join(differences(calls))}",
+        odd_ranks(calls),
+    )
+
+
+def differences(calls: Mapping[int, Mapping[str, str]]) -> list[str]:
+    """One text for each field that differs, with its values and ranks. `calls`: fields by rank."""
+    found = []
+    for field in COMPARED:
+        ranks: dict[str, list[int]] = {}
+        for rank, call in calls.items():
+            ranks.setdefault(call.get(field, "absent"), []).append(rank)
+        if len(ranks) == 1:
+            continue
+        usual = max(ranks, key=lambda value: len(ranks[value]))
+        if 2 * len(ranks[usual]) > len(calls):
+            odd = (f"{name_ranks(who)}: {field} {value}" for value, who in ranks.items() if value != usual)
+            found.append(f"{', '.join(odd)}, the others {usual}")
+        else:
+            found.append(f"{field}: {', '.join(f'{value} on {name_ranks(who)}' for value, who in ranks.items())}")
+    return found
+
+
+def odd_ranks(calls: Mapping[int, Mapping[str, str]]) -> tuple[int, ...]:
+    """The ranks whose call is not the one of most; none where no call is that of most."""
+    keys = {rank: _key(call) for rank, call in calls.items()}
+    usual, count = Counter(keys.values()).most_common(1)[0]
+    return tuple(rank for rank, key in keys.items() if key != usual) if 2 * count > len(calls) else ()
+
+
+def _key(call: Mapping[str, str]) -> Sequence[str | None]:
+    return tuple(call.get(field) for field in COMPARED)
