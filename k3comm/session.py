@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import itertools
+import sys
+import warnings
 import weakref
+from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from types import TracebackType
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import attrs
+import torch
 import torch.distributed as dist
 
 from k3comm.errors import (
+    CaptureError,
     ClosedError,
-    CommunicationTimeoutError,
     InputError,
     NegotiationError,
     PlanError,
@@ -24,13 +28,19 @@ from k3comm.errors import (
 from k3comm.negotiate.agree import Local
 from k3comm.negotiate.arm import Armed
 from k3comm.negotiate.decide import Decision
-from k3comm.negotiate.exchange import Exchange
+from k3comm.negotiate.farewell import part
+from k3comm.negotiate.rearm import rearm
 from k3comm.negotiate.report import Explanation, Obstacle, Report
+from k3comm.negotiate.watch import WatchedExchange
+from k3comm.streams import StreamOrder
 from k3comm.tiers import UNLIMITED, Agreement, Axes, Tier, Windows, obstacle, plugins, select_tier
 from k3comm.tiers.interface import Plan, TailTier, TierContext
+from k3comm.uniform import observer_for
 
 _serials = itertools.count()
 _sessions: weakref.WeakValueDictionary[str, Session] = weakref.WeakValueDictionary()
+_opened: Counter[str] = Counter()
+"""Sessions by the name of their group: ranks of a group open them in one order, so this tells one from the next."""
 _Self = TypeVar("_Self", bound="Session")
 
 
@@ -67,10 +77,12 @@ class Session:
         proposal: what was voted on. lanes: micro-batches in flight.
         report: who can do what, and why not.
         handles: by layer index. closed: `close` was called. broken: the error that ended it; "" while it works.
+        suspended: between `suspend` and `resume`.
+        streams: which stream calls come from; None where there are none.
     """
 
     def __init__(
-        self, local: Local, decision: Decision, armed: Armed, exchange: Exchange, context: TierContext, name: str
+        self, local: Local, decision: Decision, armed: Armed, exchange: WatchedExchange, context: TierContext, name: str
     ) -> None:
         self.name = name
         self.spec = local.proposal.spec
@@ -100,10 +112,18 @@ class Session:
         self._identity = (name, next(_serials))
         self.closed = False
         self.broken = ""
+        self.suspended = False
+        self.streams = StreamOrder.of(context.device)
         self.handles: dict[int, Handle] = {}
         self._tiers: dict[Tier, TailTier] = dict(armed.tiers)
         self._memories = armed.memories
         self._exchange = exchange
+        self._contexts = armed.contexts
+        self._group = context.group
+        group = "" if context.group is None else context.group.group_name
+        self._farewell = f"k3comm/close/{group}/{_opened[group]}"
+        _opened[group] += 1
+        self._observer = observer_for(self.report, exchange)
         _sessions[name] = self
 
     @contextmanager
@@ -169,15 +189,18 @@ class Session:
             raise InputError(f"max_tokens: {max_tokens!r} given; accepted are whole numbers from 1 to {UNLIMITED}")
         capacities = dict(self.agreement.capacities)
         try:
-            least, negated = self._exchange.min([max_tokens, -max_tokens])
-            if least != -negated:
-                raise NegotiationError(
-                    f"reserve: the ranks ask for {least} to {-negated} rows; accepted is one number on every rank"
-                )
-            for tier, plugin in self._tiers.items():
-                capacities[tier] = max(capacities[tier], plugin.reserve(max_tokens))
-        except CommunicationTimeoutError as error:
-            self.broken = self.broken or f"reserve: {error}"
+            with self._exchange.together("reserve"):
+                least, negated = self._exchange.at("the number of rows").min([max_tokens, -max_tokens])
+                if least != -negated:
+                    raise NegotiationError(
+                        f"reserve: the ranks ask for {least} to {-negated} rows; accepted is one number on every rank"
+                    )
+                for tier, plugin in self._tiers.items():
+                    capacities[tier] = max(capacities[tier], plugin.reserve(max_tokens))
+        except NegotiationError:
+            raise
+        except BaseException as error:  # half-way: what peers did then is not known
+            self.broken = self.broken or f"reserve: {type(error).__name__}: {error}"
             raise
         self.agreement = Agreement(capacities)
         for tail in self.handles.values():
@@ -193,16 +216,96 @@ class Session:
         }
         return {**found, "multicast objects": sum(memory.multicast_objects for memory in self._memories)}
 
+    def use_stream(self, stream: Any) -> None:
+        """Moves the communicator's calls to another CUDA stream, which waits for what the one before holds by now.
+
+        All calls come from one stream: at first that of the first call, whichever it is. A call from another one raises
+        InputError before any peer is involved. Captures have streams of their own, where nothing is checked:
+        `streams.captured` counts them.
+
+        Args:
+            stream: a torch.cuda.Stream.
+
+        Raises:
+            InputError: not a stream, or the communicator is on CPU. CaptureError: a graph is being captured.
+        """
+        self._check_open()
+        if self.streams is None:
+            raise InputError(f"stream: {stream!r} given; accepted is none, since {self.device} has no streams")
+        self.streams.use(stream)
+
+    def suspend(self) -> None:
+        """Puts the communicator to sleep: until `resume` every use raises ClosedError. Local; may be called again.
+
+        For engines that put their memory aside. Call it on every rank, outside forwards; no graph may run until
+        `resume`. Shared memory stays mapped where it is, since captured graphs hold its addresses; what is in it need
+        not survive.
+
+        Raises:
+            ClosedError: closed, or broken. CaptureError: a graph is being captured.
+        """
+        if self.suspended and not self.closed:
+            return
+        self._check_open()
+        self._check_no_capture("suspend")
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        self.suspended = True
+        for tail in self.handles.values():
+            tail.forget_plans()
+
+    def resume(self) -> None:
+        """Ends `suspend`. Collective, outside forwards.
+
+        Mailboxes, counters and signal pads start anew at the same addresses, and every tier checks itself again, with
+        votes between. The agreement stays as it is, so captured graphs do too.
+
+        Raises:
+            NegotiationError: on every rank alike: a rank is not suspended, or can't do its part. Who was suspended
+                still is, and `resume` may be called again.
+            CommunicationTimeoutError: on every rank alike, a rank did not come; the communicator can't go on.
+            ClosedError: closed, or broken. CaptureError: a graph is being captured.
+        """
+        self._check_alive()
+        self._check_no_capture("resume")
+        try:
+            rearm(self._tiers, self._contexts, self._exchange, suspended=self.suspended)
+        except NegotiationError:
+            raise
+        except BaseException as error:  # half-way: what peers did then is not known
+            self.broken = self.broken or f"resume: {error}"
+            raise
+        self.suspended = False
+
     def close(self) -> None:
-        """Ends the communicator; handles raise ClosedError from then on. Local; may be called again."""
+        """Ends the communicator; handles raise ClosedError from then on. May be called again.
+
+        Collective in so far as it waits for the other ranks to close too, a second at most, so that nobody still uses
+        this rank's memory; then lets go of everything whatever they do. Without waiting where the group is destroyed,
+        a call has failed, or the exchange has no store. No group's collective is involved, and a peer that is gone is
+        no error. No graph that uses the communicator may run any more.
+        """
+        if self.closed:
+            return
         self.closed = True
         for tail in self.handles.values():
             tail.forget_plans()
-        for plugin in self._tiers.values():
-            plugin.close()
+        store = self._exchange.store
+        if store is not None and self.world_size > 1 and not self.broken and _is_registered(self._group):
+            part(store, self._farewell, self.world_size)
+        with ExitStack() as stack:  # all of it, also after an error; last in, first out
+            if self._observer is not None:
+                stack.callback(self._observer.close)
+            for memory in self._memories:
+                stack.callback(memory.release)
+            for plugin in self._tiers.values():
+                stack.callback(plugin.close)
         self._tiers.clear()
-        for memory in self._memories:
-            memory.release()
+
+    def __del__(self) -> None:
+        # No more than a word: peers may be anywhere. Memory goes with the last tensor that refers to it.
+        if not getattr(self, "closed", True) and self._memories and not sys.is_finalizing():
+            warnings.warn(f"{self!r} was never closed", ResourceWarning, stacklevel=2, source=self)
 
     def __enter__(self: _Self) -> _Self:
         return self
@@ -213,12 +316,18 @@ class Session:
         self.close()
 
     def __repr__(self) -> str:
-        state = "closed" if self.closed else ", ".join(tier.name for tier in self.agreement.capacities)
+        state = ", ".join(tier.name for tier in self.agreement.capacities)
+        state = "closed" if self.closed else f"suspended, {state}" if self.suspended else state
         return f"<{type(self).__name__} {self.name}, rank {self.rank} of {self.world_size}: {state}>"
 
     # What the handles use.
 
     def _check_open(self) -> None:
+        self._check_alive()
+        if self.suspended:
+            raise ClosedError(f"communicator {self.name} is suspended; resume() on every rank makes it usable again")
+
+    def _check_alive(self) -> None:
         if self.closed:
             raise ClosedError(f"communicator {self.name} is closed")
         if self.broken:
@@ -227,8 +336,15 @@ class Session:
                 f"is not known ({self.broken}); close it and negotiate anew, in new processes where a peer is gone"
             )
 
+    def _check_no_capture(self, what: str) -> None:
+        if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            raise CaptureError(f"{what}: a CUDA graph is being captured; accepted is outside of captures")
+
     def _tier(self, tier: Tier) -> TailTier:
+        """The tier for a call that is about to be made."""
         self._check_open()
+        if self.streams is not None:
+            self.streams.check()
         return self._tiers[tier]
 
     def _choose(self, axes: Axes, refused: dict[Tier, str], force: Tier | None) -> Tier:
@@ -301,3 +417,11 @@ def _global_ranks(context: TierContext) -> tuple[int, ...]:
     if context.group is None:
         return (0,)
     return tuple(dist.get_process_group_ranks(context.group))
+
+
+def _is_registered(group: dist.ProcessGroup | None) -> bool:
+    """Whether a group is there, and not destroyed."""
+    try:
+        return group is not None and dist.get_rank(group) >= 0
+    except (RuntimeError, ValueError):  # no default group; a group that torch does not know any more
+        return False

@@ -279,6 +279,12 @@ class StagingPool:
         self._adopt(memory, layout, 0)
         self._retired.append(current)
 
+    def rearm(self) -> None:
+        """Starts this rank's barriers anew. No rank may be in one; a barrier of another kind must follow."""
+        self._open()
+        for pad in self._pads:
+            pad.reset()
+
     def close(self) -> None:
         """Releases the block and the retired ones. Idempotent and local; no graph that uses them may run any more."""
         for generation in (*self._retired, *([] if self._now is None else [self._now])):
@@ -360,6 +366,11 @@ class _SignalPad:
                 )
             os.sched_yield()
         self._order()
+
+    def reset(self) -> None:
+        self._arrived[:] = 0
+        self._count = 0
+        self._parted = False
 
     def _order(self) -> None:
         # A lock's release and the next acquisition order what is before and after both; x86 would not need it.

@@ -26,6 +26,7 @@ import attrs
 
 if TYPE_CHECKING:
     import torch
+    from torch._C._distributed_c10d import Store
 
 STAGES: Final = ("allocate", "export", "exchange", "import", "map")
 """The stages in their order. All but "exchange" are local."""
@@ -121,6 +122,14 @@ class Exchange(Protocol):
     def size(self) -> int:
         """Number of ranks W."""
 
+    @property
+    def store(self) -> Store | None:
+        """A torch.distributed.Store that all ranks share, by which one is told who is missing; None: there is none.
+
+        Without it the exchange's own deadlines are all there is: each rank ends when its collective does, in an error
+        of its own.
+        """
+
     def min(self, values: Sequence[int]) -> list[int]:
         """The element-wise minimum over ranks of int64 values; equally many on every rank. Collective."""
 
@@ -128,9 +137,31 @@ class Exchange(Protocol):
         """Every rank's payload, in rank order; equally many bytes on every rank. Collective."""
 
 
-def establish(memory: SymmetricMemory, nbytes: int, exchange: Exchange, stages: Sequence[str] = STAGES) -> str | None:
+@attrs.frozen
+class Limit:
+    """A deadline of a stage: seconds, and the setting they come from."""
+
+    seconds: float
+    setting: str
+
+
+def at(exchange: Exchange, stage: str, limit: Limit | None = None) -> Exchange:
+    """The exchange, told what its next collectives are, and their deadline, if it is one that is watched."""
+    named: Callable[[str, Limit | None], Exchange] | None = getattr(exchange, "at", None)
+    return exchange if named is None else named(stage, limit)
+
+
+def establish(
+    memory: SymmetricMemory,
+    nbytes: int,
+    exchange: Exchange,
+    stages: Sequence[str] = STAGES,
+    *,
+    what: str = "a block",
+    limit: Limit | None = None,
+) -> str | None:
     """`establish_all` for one block."""
-    return establish_all([memory], [nbytes], exchange, stages)[0]
+    return establish_all([memory], [nbytes], exchange, stages, what=what, limit=limit)[0]
 
 
 def establish_all(
@@ -138,6 +169,9 @@ def establish_all(
     nbytes: Sequence[int],
     exchange: Exchange,
     stages: Sequence[str] = STAGES,
+    *,
+    what: str = "the blocks",
+    limit: Limit | None = None,
 ) -> list[str | None]:
     """Makes each of some blocks on every rank, or on none; all of them in the collectives of one. Collective.
 
@@ -146,6 +180,7 @@ def establish_all(
         nbytes: bytes of one rank's part of each block, the same on every rank.
         exchange: the group.
         stages: what is left to do: all, or all but "allocate" where that was done, and voted on, before.
+        what: what the memories are, for errors. limit: of each stage, where the exchange is watched.
 
     Returns:
         For each block None: every rank holds it, mapped. Else, the same text on every rank: which ranks failed, in
@@ -172,13 +207,14 @@ def establish_all(
     }
     try:
         for stage in stages:
+            named = at(exchange, f"{stage} of {what}", limit)
             if stage in local:
-                for place in _attempt(stage, local[stage], refusals, exchange):
+                for place in _attempt(stage, local[stage], refusals, named):
                     memories[place].release()
                 if None not in refusals:
                     break
                 continue
-            for of_rank in exchange.gather(b"".join(handles)):
+            for of_rank in named.gather(b"".join(handles)):
                 for place, of_block in enumerate(everyones):
                     of_block.append(of_rank[place * HANDLE_BYTES : (place + 1) * HANDLE_BYTES])
     except BaseException:

@@ -44,6 +44,8 @@ class TierContext:
         lanes: micro-batches in flight.
         memory, offset: the mapped block that holds what the tier's `footprint` asked for, and where in every rank's
             block it starts; None and 0 for a tier without footprint.
+        missing: after a collective of a forward failed on this rank: the ranks that don't report the same soon; empty
+            where that can't be told.
     """
 
     spec: LatentMoESpec
@@ -57,6 +59,7 @@ class TierContext:
     memory: SymmetricMemory | None = None
     offset: int = 0
     establish: Callable[[int], SymmetricMemory | str] | None = None
+    missing: Callable[[], tuple[int, ...]] | None = None
 
 
 @attrs.frozen(kw_only=True, eq=False)
@@ -179,6 +182,12 @@ class TailTier(ABC):
     def reserve(self, rows: int) -> int:
         """Makes room for `rows` rows; the rows it can take then, 0 if nothing grew. Collective, outside forwards."""
         return 0
+
+    def rearm(self) -> None:  # noqa: B027 - most tiers share no memory
+        """Makes what is in its shared memory as `prepare` left it, at the same addresses, outside calls.
+
+        Local: every rank is known to be outside calls, and a vote of all ranks follows before any call.
+        """
 
     def memory(self) -> dict[str, int]:
         """Bytes of shared memory on this rank by what they are for."""

@@ -13,15 +13,22 @@ from typing import Any, ClassVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import (
+    AllgatherOptions,
+    AllreduceCoalescedOptions,
+    AllreduceOptions,
+    AllToAllOptions,
+)
 from torch.distributed.distributed_c10d import _coalescing_manager
 
 from k3comm.buffers.symmetric import BufferRequest
-from k3comm.errors import CommunicationTimeoutError, InputError
+from k3comm.errors import CommunicationTimeoutError, InputError, PeerTimeoutError
 from k3comm.facts import Facts, Verdict
 from k3comm.kernels import dense
 from k3comm.operations import Proposal, TailArguments
 from k3comm.tiers.interface import Plan, TailCall, TailTier, TailWeights, TierContext
-from k3comm.tiers.self_check import exact_integers
+from k3comm.tiers.self_check import check_sums
+from k3comm.tiers.waiting import finished
 
 # torch 2.13 renamed it and warns on every call of the old name.
 _all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -30,7 +37,8 @@ _all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or di
 class Collectives:
     """The collectives of one group; only `all_reduce` works in place. `settings.poll_deadline` bounds each on CPU.
 
-    Inside NCCL the group's own watchdog decides.
+    There the operation itself gets that limit too, since gloo holds a process at its exit until its operations have
+    ended, by the group's time-out otherwise. Inside NCCL the group's own watchdog decides.
     """
 
     def __init__(self, context: TierContext) -> None:
@@ -42,15 +50,20 @@ class Collectives:
         """Sums each tensor over the ranks, in place, in the library's own order; several in one grouped call."""
         if self._context.world_size == 1:
             return
-        if len(tensors) == 1:
-            self._finish("all_reduce", dist.all_reduce(tensors[0], group=self._context.group, async_op=self._bounded))
-            return
-        # The one way that torch offers to several tensors as one NCCL group call without joining them.
-        with _coalescing_manager(self._context.group, async_ops=self._bounded) as grouped:
-            for tensor in tensors:
-                dist.all_reduce(tensor, group=self._context.group)
-        for work in grouped.works:
-            self._finish("grouped all_reduce", work)
+        group = self._context.group
+        if self._bounded:
+            if len(tensors) == 1:
+                self._finish("all_reduce", lambda g: g.allreduce(list(tensors), self._options(AllreduceOptions())))
+            else:
+                options = self._options(AllreduceCoalescedOptions())
+                self._finish("grouped all_reduce", lambda g: g.allreduce_coalesced(list(tensors), options))
+        elif len(tensors) == 1:
+            dist.all_reduce(tensors[0], group=group)
+        else:
+            # The one way that torch offers to several tensors as one NCCL group call without joining them.
+            with _coalescing_manager(group):
+                for tensor in tensors:
+                    dist.all_reduce(tensor, group=group)
 
     def all_reduced(self, *partials: Tensor) -> list[Tensor]:
         """The sums of the partials, which stay as they are: copies without strides, which libraries may refuse."""
@@ -62,8 +75,10 @@ class Collectives:
         """x [W, ...]: slice d goes to rank d. Returns [W, ...]: slice s came from rank s."""
         x = x.contiguous()
         out = torch.empty_like(x)
-        work = dist.all_to_all_single(out, x, group=self._context.group, async_op=self._bounded)
-        self._finish("all_to_all", work)
+        if self._bounded:
+            self._finish("all_to_all", lambda g: g.alltoall_base(out, x, [], [], self._options(AllToAllOptions())))
+        else:
+            dist.all_to_all_single(out, x, group=self._context.group)
         return out
 
     def all_gather(self, x: Tensor) -> Tensor:
@@ -72,19 +87,40 @@ class Collectives:
         if self._context.world_size == 1:
             return x.unsqueeze(0)
         out = x.new_empty(self._context.world_size * x.shape[0], *x.shape[1:])
-        self._finish("all_gather", _all_gather(out, x, group=self._context.group, async_op=self._bounded))
+        if self._bounded:
+            self._finish("all_gather", lambda g: g._allgather_base(out, x, self._options(AllgatherOptions())))
+        else:
+            _all_gather(out, x, group=self._context.group)
         return out.view(self._context.world_size, *x.shape)
 
-    def _finish(self, what: str, work: Any) -> None:
-        if work is None:
-            return
+    def _options(self, options: Any) -> Any:
+        options.timeout = self._deadline
+        return options
+
+    def _finish(self, what: str, start: Callable[[Any], Any]) -> None:
+        """Starts an operation of the group and waits for it.
+
+        Raises:
+            PeerTimeoutError: it failed, and the store tells which ranks don't say so too.
+            CommunicationTimeoutError: it failed.
+        """
+        seconds, failure = self._deadline.total_seconds(), None
         try:
-            work.wait(self._deadline)
+            if finished(start(self._context.group), seconds):
+                return
         except RuntimeError as error:
-            raise CommunicationTimeoutError(
-                f"{what} of rank {self._context.rank} of {self._context.world_size} did not finish within "
-                f"{self._deadline.total_seconds():g} s (settings.poll_deadline), or a peer is gone: {error}"
-            ) from error
+            failure = error
+        missing = () if self._context.missing is None else self._context.missing()
+        who = (
+            f"; rank{'s' if len(missing) > 1 else ''} {', '.join(map(str, missing))} can't be reached: late, or gone"
+            if missing
+            else ""
+        )
+        text = (
+            f"{what} of rank {self._context.rank} of {self._context.world_size} did not finish within {seconds:g} s "
+            f"(settings.poll_deadline), or a peer is gone{who}{'' if failure is None else f': {failure}'}"
+        )
+        raise (PeerTimeoutError(text, missing) if missing else CommunicationTimeoutError(text)) from failure
 
 
 class LibraryTier(TailTier):
@@ -112,7 +148,7 @@ class LibraryTier(TailTier):
         self._collectives = Collectives(context)
 
     def self_check(self, context: TierContext) -> Verdict:
-        return exact_integers(self, context, 2 * context.world_size + 1)
+        return check_sums(self, context, context.world_size + 1)
 
     def lane(self, plan: Plan) -> Tensor | None:
         return None

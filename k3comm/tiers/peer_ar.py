@@ -86,6 +86,9 @@ class Plugin(LibraryTier):
         self._pool.reserve(rows)
         return self._pool.rows
 
+    def rearm(self) -> None:
+        self._pool.rearm()
+
     def close(self) -> None:
         self._pool.close()
 

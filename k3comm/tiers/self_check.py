@@ -1,52 +1,112 @@
-"""The self-check that tiers share: integers in floats, few rows.
+"""The self-check that tiers share: few rows of values whose sums are known without a reference of the whole layer.
 
-Sums of them are exact whatever their order and grouping, so the result is the truth's bits or the tier is wrong.
+Every element of a partial sum is an entry of a small table, one row a rank, and the sum over ranks is the sum of that
+table's columns. So the truth costs a few additions, whatever the widths: on CPU a check of the real layer's 51 MB of
+W_up and of its projection in float64 took 1.3 s a tier, this one takes milliseconds.
+
+Tiers of class K2 and K1 get small integers, whose sums are exact in any order and grouping. Class K0 promises fp32
+sums in rank order: it gets entries whose sum in any other order has other bits.
 """
 
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from k3comm.facts import Reason, Verdict
-from k3comm.kernels import reference
 from k3comm.tiers.interface import Plan, TailCall, TailTier, TailWeights, TierContext
 
+_ENTRIES = 13
+"""Of a table. A prime, so that neighbouring rows and columns run through it in other orders."""
 
-def exact_integers(tier: TailTier, context: TierContext, rows: int) -> Verdict:
-    """Runs a prepared tier on `rows` rows of integers. Collective.
+
+def check_sums(tier: TailTier, context: TierContext, rows: int, *, ordered: bool = False) -> Verdict:
+    """Runs a prepared tier on `rows` rows, in each lane that has memory of its own. Collective.
+
+    Args:
+        ordered: the tier adds in fp32 in rank order, and projects by W_up alone: it gets this rank's rows of a W_up
+            with a single one in each, else a projection that does the same.
 
     Returns:
         Yes, or no with SELF_CHECK if a bit differs on this rank.
     """
-    spec = context.spec
-    case = reference.integer_case(
-        context.world_size, rows, spec.hidden_size, spec.latent_size, dtype=context.dtype, seed=0, norm=False
-    ).to(context.device)
+    spec, world = context.spec, context.world_size
+    table = _ordered_table(world) if ordered else _integer_table(world)
+    total = table[0].float()
+    for row in table[1:]:
+        total = total + row
+    latent, hidden = _places(rows, spec.latent_size, 3), _places(rows, spec.hidden_size, 5)
+    taps = -torch.arange(spec.hidden_size, device="cpu") % spec.latent_size
+    residual = (_places(rows, spec.hidden_size, 7) - _ENTRIES // 2).to(context.dtype)
+    expected = (total[latent][:, taps] + total[hidden] + residual).to(context.dtype).to(context.device)
+    on_device = taps.to(context.device)
     weights = TailWeights(
         norm_weight=None,
-        up_weight=case.up_weight,
+        up_weight=_one_each(context) if ordered else None,
         up_bias=None,
         routed_scale=1.0,
-        project=None,
+        project=None if ordered else lambda z: z[:, on_device],
         precise=False,
-        sharded=False,
+        sharded=ordered,
     )
-    plan = Plan(
-        num_tokens=rows,
-        graph=False,
-        decode=False,
-        tier=tier.name,
-        forced=True,
-        output="full",
-        next_norm=False,
-        communicator=("self-check", 0),
-    )
-    call = TailCall(
-        routed=case.routed[context.rank],
-        shared=case.shared[context.rank],
-        residual=case.residual,
-        plan=plan,
-        weights=weights,
-    )
-    right = torch.equal(tier.run(call), reference.round_once(case.truth(), context.dtype))
+    mine = table[context.rank].to(context.dtype)
+    right = True
+    for lane in range(1 if context.memory is None else context.lanes):
+        plan = Plan(
+            num_tokens=rows,
+            graph=False,
+            decode=False,
+            tier=tier.name,
+            forced=True,
+            output="full",
+            next_norm=False,
+            communicator=("self-check", 0),
+        )
+        call = TailCall(
+            routed=mine[latent].to(context.device),
+            shared=mine[hidden].to(context.device),
+            residual=residual.to(context.device),
+            plan=plan,
+            weights=weights,
+            lane=lane,
+        )
+        right = torch.equal(tier.run(call), expected) and right  # every lane, also after one that is wrong
     return Verdict.yes() if right else Verdict.no(Reason.SELF_CHECK)
+
+
+def _places(rows: int, width: int, step: int) -> Tensor:
+    """Which entry of the table each element [rows, width] is."""
+    columns = torch.arange(width, device="cpu")
+    return (columns + step * torch.arange(rows, device="cpu")[:, None]) % _ENTRIES
+
+
+def _integer_table(world_size: int) -> Tensor:
+    """[W, entries], fp32: integers from -3 to 3. With 16 ranks all sums stay below 256 in size, exact in BF16."""
+    rank, entry = torch.arange(world_size, device="cpu")[:, None], torch.arange(_ENTRIES, device="cpu")
+    return ((5 * rank + 2 * entry + rank * entry) % 7 - 3).float()
+
+
+def _ordered_table(world_size: int) -> Tensor:
+    """[W, entries], fp32, BF16 values: 2^24, ones that vanish beside it or don't, and -2^24, in places that move.
+
+    2^24 + 1 is 2^24 in fp32 and -2^24 + 1 is not -2^24, so a sum tells in which order it was made.
+    """
+    table = _integer_table(world_size).clamp(-1, 1)
+    if world_size > 2:
+        for entry in range(0, _ENTRIES - 1):
+            first = entry % world_size
+            table[first, entry] = 2.0**24
+            table[(first + 1 + entry // world_size % (world_size - 1)) % world_size, entry] = -(2.0**24)
+    return table
+
+
+def _one_each(context: TierContext) -> Tensor:
+    """This rank's rows of W_up [H/W, L], which take one element each: row i of all takes element -i mod L.
+
+    All rows are windows on one line of zeros with a one at every multiple of L: the pages of a part of W_up would cost
+    more than the check.
+    """
+    rows, latent = context.spec.hidden_size // context.world_size, context.spec.latent_size
+    place = rows * context.rank + torch.arange(rows + latent - 1, device=context.device)
+    line = (place % latent == 0).to(context.dtype)
+    return line.as_strided((rows, latent), (1, 1))

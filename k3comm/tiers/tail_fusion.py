@@ -24,7 +24,7 @@ from k3comm.kernels import dense
 from k3comm.operations import Proposal, TailArguments
 from k3comm.tiers.host import host_verdict
 from k3comm.tiers.interface import Plan, TailCall, TailTier, TierContext
-from k3comm.tiers.self_check import exact_integers
+from k3comm.tiers.self_check import check_sums
 from k3comm.tiers.tier import Numerics, Tier
 
 MAX_ROWS = 64
@@ -75,11 +75,15 @@ class Plugin(TailTier):
         )
         self._pool.fill()
 
+    def rearm(self) -> None:
+        self._pool.fill()
+
     def memory(self) -> dict[str, int]:
         return {"mailboxes": self._pool.layout.nbytes}
 
     def self_check(self, context: TierContext) -> Verdict:
-        return exact_integers(self, context, min(MAX_ROWS, 2 * context.world_size + 1))
+        # Few rows: each costs a pass over this rank's part of W_up.
+        return check_sums(self, context, 3, ordered=True)
 
     def lane(self, plan: Plan) -> Tensor | None:
         return None

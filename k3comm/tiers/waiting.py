@@ -1,0 +1,39 @@
+"""Waiting for a collective on CPU, in slices."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+POLL = 0.05
+"""Seconds of a slice: what a look at something else takes to be noticed, and what a lost wake-up costs at most."""
+
+
+def finished(work: Any, seconds: float, look: Callable[[], None] | None = None) -> bool:
+    """Waits for an operation of a CPU backend; whether it was done within so many seconds.
+
+    A wait of torch.distributed that times out leaves the operation as it is, so it may be waited for again.
+
+    Args:
+        work: a torch.distributed.Work.
+        look: called between slices; what it raises ends the waiting.
+
+    Raises:
+        RuntimeError: the operation failed.
+    """
+    limit = time.monotonic() + seconds
+    while True:
+        left = limit - time.monotonic()
+        try:
+            work.wait(timedelta(seconds=min(POLL, max(left, 0.001))))
+            return True
+        except RuntimeError:
+            if work.is_completed():
+                work.wait()  # over between the two: it returns, or raises what ended it
+                return True
+        if left <= 0:
+            return False
+        if look is not None:
+            look()
