@@ -6,6 +6,7 @@ fastest communication tier that every rank is certain to pick too. Importing it 
 
 from __future__ import annotations
 
+import logging
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
         CaptureError,
         ClosedError,
         CommunicationTimeoutError,
+        DivergenceError,
         InputError,
         K3CommError,
         NegotiationError,
@@ -35,12 +37,15 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
+logging.getLogger(__name__).addHandler(logging.NullHandler())
+
 _MODULES = {
     "AttentionReduceOp": "operations",
     "CaptureError": "errors",
     "ClosedError": "errors",
     "CommunicationTimeoutError": "errors",
     "Communicator": "communicator",
+    "DivergenceError": "errors",
     "Exchange": "buffers.symmetric",
     "Facts": "facts",
     "InputError": "errors",
@@ -70,6 +75,7 @@ __all__ = [
     "ClosedError",
     "CommunicationTimeoutError",
     "Communicator",
+    "DivergenceError",
     "Exchange",
     "Facts",
     "InputError",

@@ -17,15 +17,18 @@ import attrs
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import Store
 
 from k3comm.buffers.host import HostMemory
-from k3comm.buffers.symmetric import SymmetricMemory, establish
+from k3comm.buffers.symmetric import Limit, SymmetricMemory, establish
 from k3comm.checks import checked_weights
 from k3comm.errors import InputError
 from k3comm.moe_tail import MoETail
 from k3comm.negotiate.agree import Local, agree, check_force, prepare_local
 from k3comm.negotiate.arm import arm
 from k3comm.negotiate.exchange import Exchange, GroupExchange, SoloExchange, check_size
+from k3comm.negotiate.report import announce
+from k3comm.negotiate.watch import WatchedExchange, store_of
 from k3comm.operations import MoETailOp, Operation
 from k3comm.session import Session, check_name
 from k3comm.settings import Settings, vote_deadline
@@ -52,6 +55,7 @@ class Communicator(Session):
         device: torch.device | str | None = None,
         name: str | None = None,
         exchange: Exchange | None = None,
+        store: Store | None = None,
     ) -> Communicator:
         """Agrees with the other ranks of `group`. Collective: every member calls it, once, at model construction.
 
@@ -68,13 +72,17 @@ class Communicator(Session):
             device: where tensors live; by default the current CUDA device if the group has NCCL, else the CPU.
             name: of the communicator; by default a counter in creation order.
             exchange: how to vote, for engines whose control plane is not torch's; by default the group.
+            store: a torch.distributed.Store that all these ranks share, by which they learn who is missing and end
+                alike; by default the exchange's, or without an exchange the group's.
 
         Raises:
             InputError: at once, on this process alone: not a member, no group for several ranks, too many ranks.
             NegotiationError: on every rank, with the same text: the ranks differ, or one can't take part.
-            CommunicationTimeoutError: a vote did not finish within `settings.vote_deadline`.
+            CommunicationTimeoutError: on every rank, with the same text: a stage did not finish within
+                `settings.vote_deadline`, `rendezvous_deadline` or `poll_deadline`, a rank is gone, or one left with an
+                error of its own. It names the rank and the stage. The group can't be used again.
         """
-        world_size = _check_group(group, exchange)
+        world_size = _check_group(group, exchange, store)
         check_size(world_size)
         rank = 0 if group is None else dist.get_rank(group)
         backends = _backends(group) if group is not None else {}
@@ -98,45 +106,62 @@ class Communicator(Session):
                 new_memory=new_memory,
             )
 
-        def exchange_within(deadline: float) -> Exchange:
-            if exchange is not None:
-                return exchange
-            return GroupExchange(vote_group, deadline) if vote_group is not None and world_size > 1 else SoloExchange()
-
-        local, decision, voted = agree(
-            prepare,
-            exchange_within,
-            rank=rank,
-            world_size=world_size,
-            fallback_deadline=vote_deadline(settings),
-        )
-
-        def establish_more(nbytes: int) -> SymmetricMemory | str:
-            memory = new_memory()
-            return establish(memory, nbytes, voted) or memory
-
-        context = TierContext(
-            spec=local.proposal.spec,
-            settings=local.proposal.settings,
-            group=group,
-            rank=rank,
-            world_size=world_size,
-            device=local.device,
-            dtype=getattr(torch, local.proposal.spec.dtype),
-            lanes=local.proposal.lanes,
-            establish=establish_more,
-        )
+        limit = Limit(vote_deadline(settings), "settings.vote_deadline")
+        inner: Exchange = SoloExchange()
+        if exchange is not None:
+            inner, store = exchange, store or exchange.store
+        elif vote_group is not None and world_size > 1:
+            inner, store = GroupExchange(vote_group, limit.seconds), store or store_of(vote_group)
+        groups = [one for one in (group, vote_group) if one is not None]
+        watched = WatchedExchange(inner, store, groups=groups, limit=limit)
+        local: Local | None = None
+        comm: Communicator | None = None
         try:
-            _connect(group, local.device, world_size)
-            armed = arm(
-                local, decision, voted, lambda memory, offset: attrs.evolve(context, memory=memory, offset=offset)
-            )
-            decision = decision.armed(armed.failures)
-            check_force(local.proposal.settings, decision)
+            with watched.together("negotiation"):
+                local, decision, _ = agree(
+                    prepare,
+                    watched.within,
+                    rank=rank,
+                    world_size=world_size,
+                    fallback_deadline=limit.seconds,
+                )
+                agreed = local.proposal.settings
+                voted = watched.within(agreed.vote_deadline)
+
+                def establish_more(nbytes: int) -> SymmetricMemory | str:
+                    memory = new_memory()
+                    rendezvous = Limit(agreed.rendezvous_deadline, "settings.rendezvous_deadline")
+                    return establish(memory, nbytes, voted, what="the larger block", limit=rendezvous) or memory
+
+                context = TierContext(
+                    spec=local.proposal.spec,
+                    settings=agreed,
+                    group=group,
+                    rank=rank,
+                    world_size=world_size,
+                    device=local.device,
+                    dtype=getattr(torch, local.proposal.spec.dtype),
+                    lanes=local.proposal.lanes,
+                    establish=establish_more,
+                    missing=voted.missing,
+                )
+                if local.device.type == "cuda":
+                    connect = partial(_connect, group, local.device, world_size)
+                    voted.at("connecting the devices").run(connect, meet=True)
+                armed = arm(
+                    local, decision, voted, lambda memory, offset: attrs.evolve(context, memory=memory, offset=offset)
+                )
+                decision = decision.armed(armed.failures)
+                check_force(agreed, decision)
+                comm = cls(local, decision, armed, voted, context, name or f"k3comm-{next(_names)}")
         except BaseException:
-            local.release()
+            if local is not None:
+                local.release()
+            if comm is not None:  # made, and then not committed
+                comm.closed = True
             raise
-        return cls(local, decision, armed, voted, context, name or f"k3comm-{next(_names)}")
+        announce(comm.report)
+        return comm
 
     def moe_tail(
         self,
@@ -185,10 +210,14 @@ class Communicator(Session):
         return tail
 
 
-def _check_group(group: dist.ProcessGroup | None, exchange: Exchange | None) -> int:
+def _check_group(group: dist.ProcessGroup | None, exchange: Exchange | None, store: Store | None) -> int:
     """The number of ranks; InputError at once if this process can't take part."""
     if exchange is not None and not isinstance(exchange, Exchange):
         raise InputError(f"exchange: {exchange!r} given; accepted is a k3comm.Exchange")
+    stores = {"store": store, "exchange.store": None if exchange is None else exchange.store}
+    for argument, given in stores.items():
+        if given is not None and not isinstance(given, Store):
+            raise InputError(f"{argument}: {given!r} given; accepted is a torch.distributed.Store, or None")
     if group is None:
         if exchange is not None and exchange.size > 1:
             raise InputError(

@@ -6,6 +6,7 @@
     |-- SettingsError (ValueError)          a setting or environment variable that is malformed or not served
     |-- WindowsError (ValueError)           a windows file that is not valid; names the file and the place in it
     |-- NegotiationError (RuntimeError)     the ranks differ; the same text on every rank
+    |-- DivergenceError (RuntimeError)      check_uniform: a call differs between the ranks; the same text on every rank
     |-- TierUnavailableError (RuntimeError) a tier asked for by name that is not agreed or can't honour the arguments
     |-- ClosedError (RuntimeError)          a communicator that is closed
     |-- CaptureError (RuntimeError)         something that must not happen while a CUDA graph is captured
@@ -41,6 +42,20 @@ class WindowsError(K3CommError, ValueError):
 
 class NegotiationError(K3CommError, RuntimeError):
     """The ranks can't agree. Every rank raises it with the same text."""
+
+
+class DivergenceError(K3CommError, RuntimeError):
+    """A call differs between the ranks (`settings.check_uniform`). Every rank raises it, with the same text.
+
+    No rank has made the call, and the communicator goes on.
+
+    Attributes:
+        ranks: the group's ranks that differ from most; empty where no call is that of most ranks.
+    """
+
+    def __init__(self, text: str = "", ranks: tuple[int, ...] = ()) -> None:
+        super().__init__(text)
+        self.ranks = ranks
 
 
 class TierUnavailableError(K3CommError, RuntimeError):

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from k3comm.checks import check_rows, check_vector, checked_weights
-from k3comm.errors import CaptureError, InputError, PlanError
+from k3comm.errors import CaptureError, DivergenceError, InputError, PlanError
 from k3comm.kernels.finalize import Deferred, finalize
 from k3comm.negotiate.report import Explanation
 from k3comm.operations import OUTPUTS, TailArguments
@@ -207,6 +207,8 @@ class MoETail:
         tier = self._session._tier(plan.tier)
         if not isinstance(tier, SeparateReduce):
             raise TypeError(f"SEPARATE_REDUCE is served by {type(tier).__name__}")
+        if self._session._observer is not None:
+            self._observe("reduce", self._weights, plan, routed.shape[0], given=False, residual=False)
         if routed.shape[0] == 0:
             return routed.to(self._latent_dtype, copy=True)
         with self._between_collectives():
@@ -329,7 +331,11 @@ class MoETail:
                 )
         if next_norm_weight is not None:
             check_vector("next_norm_weight", next_norm_weight, hidden, session)
+        given = plan is not None and latent is None
         plan = self._check_or_make_plan(plan, rows, output, next_norm_weight is not None)
+        if session._observer is not None:
+            part = "tail" if latent is None else "finish"
+            self._observe(part, weights, plan, rows, given=given, residual=residual is not None)
         if rows == 0:
             empty = shared.new_empty(0, hidden)
             return empty if next_norm_weight is None else (empty, shared.new_empty(0, hidden))
@@ -368,8 +374,44 @@ class MoETail:
             self._session.broken = self._session.broken or f"{type(error).__name__}: {error}"
             raise
 
+    def _observe(self, part: str, weights: TailWeights, plan: Plan, rows: int, *, given: bool, residual: bool) -> None:
+        """Tells the observer of a call before it talks. A comparison that fails half-way ends the communicator."""
+        session = self._session
+        if session._observer is None:
+            return
+        project = "project" if weights.project is not None else ""
+        try:
+            session._observer(
+                part=part,
+                layer=self.layer_index,
+                num_tokens=rows,
+                graph=plan.graph,
+                decode=plan.decode,
+                output=plan.output,
+                next_norm=plan.next_norm,
+                residual=residual,
+                lane=session.lane,
+                norm=weights.norm_weight is not None,
+                bias=weights.up_bias is not None,
+                up=(f"{project}-sharded" if project else "sharded") if weights.sharded else project or "whole",
+                precise=weights.precise,
+                scale=weights.routed_scale,
+                capture=self._capturing,
+                tier=plan.tier.name,
+                by=f"{'plan-' if given else ''}{'forced' if plan.forced else 'selected'}",
+            )
+        except DivergenceError:  # raised alike everywhere, before any peer was involved
+            raise
+        except BaseException as error:
+            session.broken = session.broken or f"{type(error).__name__}: {error}"
+            raise
+
+    @property
+    def _capturing(self) -> bool:
+        return self._session.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
     def _check_capture(self, plan: Plan) -> None:
-        if self._session.device.type == "cuda" and not plan.graph and torch.cuda.is_current_stream_capturing():
+        if not plan.graph and self._capturing:
             raise CaptureError(
                 "a CUDA graph is being captured, and the plan is not for a graph; capture inside "
                 "comm.step(graph=True), so that every rank chooses as it will at replay"

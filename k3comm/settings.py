@@ -21,6 +21,24 @@ from k3comm.tiers.windows import by_key
 
 PREFIX = "K3COMM_"
 
+UNIFORM_VARIABLES = (
+    "NCCL_ALGO",
+    "NCCL_CUMEM_ENABLE",
+    "NCCL_MNNVL_ENABLE",
+    "NCCL_NVLS_ENABLE",
+    "NCCL_P2P_DISABLE",
+    "NCCL_P2P_LEVEL",
+    "NCCL_PROTO",
+    "NVSHMEM_DISABLE_NVLS",
+    "TORCH_SYMMMEM",
+    "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES",
+    "TORCH_SYMM_MEM_DISABLE_MULTICAST",
+)
+"""Variables of other libraries that decide how ranks reach one another; a rank on which one differs is an error."""
+
+LOCAL_VARIABLES = ("CUDA_VISIBLE_DEVICES", "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
+"""Variables of other libraries that are a fact of one process, and may differ."""
+
 
 def _tier(value: Any) -> Tier:
     if isinstance(value, Tier):
@@ -126,11 +144,11 @@ class Settings:
         windows: path of a windows file of your own; None takes the packaged ones (K3COMM_WINDOWS).
         pdl: programmatic dependent launch where it is supported (K3COMM_PDL).
         vote_deadline: seconds that a collective of the negotiation may take (K3COMM_VOTE_DEADLINE).
-        rendezvous_deadline: seconds that a rendezvous of shared memory may take (K3COMM_RENDEZVOUS_DEADLINE).
+        rendezvous_deadline: seconds that a stage of making shared memory may take (K3COMM_RENDEZVOUS_DEADLINE).
         poll_deadline: seconds that a forward waits on a peer, on CPU (K3COMM_POLL_DEADLINE).
         check_uniform: compare what the ranks do, call by call (K3COMM_CHECK_UNIFORM).
         allow_shared_device: several ranks on one GPU are meant (K3COMM_ALLOW_SHARED_DEVICE).
-        record: path of the decision recorder; None is off (K3COMM_RECORD).
+        record: folder of the decision recorder, a file a rank; None is off (K3COMM_RECORD).
         host_identity: what to call this machine; None detects it (K3COMM_HOST_IDENTITY).
         cache_dir: folder of compiled kernels; None is the user's cache folder (K3COMM_CACHE_DIR).
         sources: where each value comes from: "argument", the variable's name, the windows file's name, or "default".
@@ -148,11 +166,11 @@ class Settings:
     windows: str | os.PathLike[str] | None = _setting("WINDOWS", None, _text, uniform=False, none="packaged")
     pdl: bool = _setting("PDL", True, _flag, served=False)
     vote_deadline: float = _setting("VOTE_DEADLINE", 60.0, _seconds)
-    rendezvous_deadline: float = _setting("RENDEZVOUS_DEADLINE", 600.0, _seconds, served=False)
+    rendezvous_deadline: float = _setting("RENDEZVOUS_DEADLINE", 600.0, _seconds)
     poll_deadline: float = _setting("POLL_DEADLINE", 30.0, _seconds)
-    check_uniform: bool = _setting("CHECK_UNIFORM", False, _flag, served=False)
+    check_uniform: bool = _setting("CHECK_UNIFORM", False, _flag)
     allow_shared_device: bool = _setting("ALLOW_SHARED_DEVICE", False, _flag)
-    record: str | os.PathLike[str] | None = _setting("RECORD", None, _text, uniform=False, served=False, none="off")
+    record: str | os.PathLike[str] | None = _setting("RECORD", None, _text, uniform=False, none="off")
     host_identity: str | None = _setting("HOST_IDENTITY", None, _text, uniform=False, none="detected")
     cache_dir: str | os.PathLike[str] | None = _setting(
         "CACHE_DIR", None, _text, uniform=False, served=False, none="default"
@@ -232,6 +250,12 @@ class Settings:
         return {f.name: _show(getattr(self, f.name), f.metadata["none"]) for f in fields}
 
 
+def environment(environ: Mapping[str, str] | None = None) -> dict[str, str]:
+    """Those of UNIFORM_VARIABLES and LOCAL_VARIABLES that are set; of the process's own environment by default."""
+    environ = os.environ if environ is None else environ
+    return {name: environ[name] for name in (*UNIFORM_VARIABLES, *LOCAL_VARIABLES) if name in environ}
+
+
 def vote_deadline(settings: object) -> float:
     """The deadline of a vote by a rank whose settings as a whole are not to be had; what can be read of it counts."""
     given = settings if isinstance(settings, Settings) else Settings()
@@ -239,6 +263,27 @@ def vote_deadline(settings: object) -> float:
         return Settings.from_env(given).vote_deadline
     except SettingsError:
         return given.vote_deadline
+
+
+def launched(environ: Mapping[str, str] | None = None) -> tuple[int, int, int] | None:
+    """Rank, world size and local rank (0 where it is not said) of a job such as torchrun's; None outside of one.
+
+    Raises:
+        SettingsError: a variable of the launcher that is malformed, or there without its counterpart.
+    """
+    environ = os.environ if environ is None else environ
+    if "RANK" not in environ and "WORLD_SIZE" not in environ:
+        return None
+    found = []
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+        text = environ.get(name, "0" if name == "LOCAL_RANK" else "")
+        if not (text.isascii() and text.isdigit()):
+            raise SettingsError(f"{name}: {text!r} given; accepted are whole numbers, as torchrun sets them")
+        found.append(int(text))
+    rank, size, local = found
+    if rank >= size:
+        raise SettingsError(f"RANK: {rank} given with WORLD_SIZE={size}; accepted are 0 to {size - 1}")
+    return rank, size, local
 
 
 def _fields() -> list[attrs.Attribute[Any]]:

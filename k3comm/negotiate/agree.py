@@ -11,19 +11,21 @@ from collections.abc import Callable, Mapping, Sequence
 import attrs
 import torch
 
-from k3comm.buffers.symmetric import Block, SymmetricMemory, describe
+from k3comm.buffers.symmetric import Block, SymmetricMemory, at, describe
 from k3comm.errors import InputError, NegotiationError
-from k3comm.facts import Facts
-from k3comm.negotiate.ballot import ballot
+from k3comm.facts import Facts, Verdict
+from k3comm.negotiate.ballot import ballot, not_allocated
 from k3comm.negotiate.blocks import BlockPlan, plan_blocks
 from k3comm.negotiate.decide import Ballot, Decision, decide, disagreement
 from k3comm.negotiate.exchange import Exchange
+from k3comm.negotiate.pairs import pair_vote, peer_tiers
 from k3comm.negotiate.probe import probe
 from k3comm.negotiate.report import shared_devices_text
 from k3comm.operations import SERVED, Operation, Proposal
+from k3comm.record import check_folder
 from k3comm.settings import Settings
 from k3comm.spec import LatentMoESpec, ParallelLayout
-from k3comm.tiers import Tier, WindowsChoice, choose_windows, load_windows
+from k3comm.tiers import Tier, WindowsChoice, choose_windows, load_windows, plugins
 
 MAX_LANES = 8
 """Micro-batches in flight at most: each has mailboxes of its own."""
@@ -104,6 +106,7 @@ def prepare_local(
     )
     settings = settings.with_file(choice.windows.settings, choice.windows.source)
     settings.check_served()
+    check_folder(settings.record)
     proposal = Proposal(
         spec=spec,
         layout=layout,
@@ -114,12 +117,8 @@ def prepare_local(
         name=name,
     )
     blocks = plan_blocks(proposal)
-    memories = _allocate(blocks, facts, new_memory)
-    unallocated = {
-        tier: blocks.nbytes[place.block] >> 20
-        for tier, place in blocks.places.items()
-        if place.block not in memories and facts.device == "cpu" and facts.host_memory
-    }
+    memories, refusals = _allocate(blocks, facts, new_memory)
+    unallocated = {tier: refusals[place.block] for tier, place in blocks.places.items() if place.block in refusals}
     return Local(
         facts=facts,
         device=device,
@@ -133,20 +132,22 @@ def prepare_local(
 
 def _allocate(
     blocks: BlockPlan, facts: Facts, new_memory: Callable[[], SymmetricMemory]
-) -> dict[Block, SymmetricMemory]:
-    """This rank's part of each block. What can't be had is absent: the vote then refuses the tiers that need it."""
+) -> tuple[dict[Block, SymmetricMemory], dict[Block, Verdict]]:
+    """This rank's part of each block, and why others can't be had: the vote then refuses the tiers that need them."""
     memories: dict[Block, SymmetricMemory] = {}
+    refusals: dict[Block, Verdict] = {}
     if facts.device != "cpu" or not facts.host_memory:
-        return memories
+        return memories, refusals
     for block, nbytes in blocks.nbytes.items():
         memory = new_memory()
         try:
             memory.allocate(nbytes)
-        except OSError:
+        except OSError as error:
             memory.release()
+            refusals[block] = not_allocated(nbytes, error.errno)
         else:
             memories[block] = memory
-    return memories
+    return memories, refusals
 
 
 def agree(
@@ -185,12 +186,15 @@ def agree(
         cells = mine.matrix(rank)
     exchange = exchange_within(deadline)
     try:
-        decision = decide(exchange.min(cells), world_size)
+        matrix = at(exchange, "the vote").min(cells)
+        decision = decide(matrix, world_size)
         if decision.failed or decision.mismatched or local is None:
-            texts = exchange.gather(mine.text(decision.mismatched))
+            texts = at(exchange, "what differs").gather(mine.text(decision.mismatched))
             raise NegotiationError(disagreement(decision, texts)) from cause
         if decision.shared_devices and not local.proposal.settings.allow_shared_device:
             raise NegotiationError(shared_devices_text(decision))
+        device_tiers = peer_tiers(decision, local.facts.device, plugins())
+        decision = pair_vote(at(exchange, "the pair vote"), matrix, decision, local.facts, device_tiers)
         check_force(local.proposal.settings, decision)
     except BaseException:
         if local is not None:

@@ -5,18 +5,25 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import AllgatherOptions, AllreduceOptions, Store
 
 from k3comm.buffers.symmetric import Exchange
-from k3comm.errors import CommunicationTimeoutError, InputError
+from k3comm.errors import InputError
 from k3comm.negotiate.decide import MAX_RANKS
+from k3comm.tiers.waiting import POLL, finished
 
 __all__ = ["Exchange", "GroupExchange", "SoloExchange", "check_size"]
+
+SLACK = 2.0
+"""Seconds by which an operation outlasts its deadline. A gloo operation that times out closes the connections of its
+group, so peers would meet that rather than find out who is missing; and no process hangs longer at its exit."""
 
 
 class SoloExchange:
@@ -24,6 +31,7 @@ class SoloExchange:
 
     rank = 0
     size = 1
+    store: Store | None = None
 
     def min(self, values: Sequence[int]) -> list[int]:
         """The values."""
@@ -34,43 +42,95 @@ class SoloExchange:
         return [payload]
 
 
+class WaitEnded(RuntimeError):
+    """A collective of a group failed: a connection is lost."""
+
+
+class Late(WaitEnded):
+    """A collective of a group did not finish within its deadline."""
+
+
 class GroupExchange:
     """Over a torch.distributed group: its CPU side where there is one, else the device.
 
+    On CPU an operation's own time-out is the deadline too, plus SLACK: gloo holds a process at its exit until its
+    operations have ended, which the group's time-out would put off by half an hour.
+
     Args:
         group: the group; this process must be a member.
-        deadline: seconds for each collective on CPU.
+        deadline: seconds for each collective. On a device alone, collectives also end by the group's watchdog.
+        setting: what the deadline is called, for errors.
+        look: called every POLL seconds while a collective waits; what it raises ends the waiting.
+
+    Raises:
+        Late, WaitEnded: by the collectives; the first is a time-out.
     """
 
-    def __init__(self, group: dist.ProcessGroup, deadline: float) -> None:
+    store: Store | None = None
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        deadline: float,
+        setting: str = "settings.vote_deadline",
+        look: Callable[[], None] | None = None,
+    ) -> None:
         self._group = group
         on_cpu = any(kind.type == "cpu" for kind in group._device_types)
         self._device = torch.device("cpu" if on_cpu else "cuda")
-        self._deadline = deadline
+        self._deadline, self._setting, self._look = deadline, setting, look
+        self.on_device = not on_cpu
         self.rank = dist.get_rank(group)
         self.size = dist.get_world_size(group)
+
+    def within(self, deadline: float, setting: str, look: Callable[[], None]) -> GroupExchange:
+        """The same exchange with another deadline, and something to look at meanwhile."""
+        return GroupExchange(self._group, deadline, setting, look)
 
     def min(self, values: Sequence[int]) -> list[int]:
         """See `Exchange`."""
         tensor = torch.tensor(values, dtype=torch.int64, device=self._device)
-        self._wait(lambda: dist.all_reduce(tensor, op=dist.ReduceOp.MIN, group=self._group, async_op=True))
+        options = self._bounded(AllreduceOptions())
+        options.reduceOp = dist.ReduceOp.MIN
+        self._wait(lambda: self._group.allreduce([tensor], options))
         return [int(value) for value in tensor.tolist()]
 
     def gather(self, payload: bytes) -> list[bytes]:
         """See `Exchange`."""
         mine = torch.frombuffer(bytearray(payload), dtype=torch.uint8).to(self._device)
         all_ranks = [torch.empty_like(mine) for _ in range(self.size)]
-        self._wait(lambda: dist.all_gather(all_ranks, mine, group=self._group, async_op=True))
+        self._wait(lambda: self._group.allgather([all_ranks], [mine], self._bounded(AllgatherOptions())))
         return [bytes(one.tolist()) for one in all_ranks]
 
+    def _bounded(self, options: Any) -> Any:
+        if self._device.type == "cpu":
+            options.timeout = timedelta(seconds=self._deadline + SLACK)
+        return options
+
     def _wait(self, start: Callable[[], Any]) -> None:
+        wait = finished if self._device.type == "cpu" else _finished_on_device
         try:
-            start().wait(timedelta(seconds=self._deadline))
+            if wait(start(), self._deadline, self._look):
+                return
         except RuntimeError as error:
-            raise CommunicationTimeoutError(
-                f"negotiation of rank {self.rank} of {self.size}: a vote did not finish within {self._deadline:g} s "
-                f"(settings.vote_deadline), or a peer is gone: {error}"
-            ) from error
+            raise WaitEnded(f"a peer is gone, or its connection is: {error}") from error
+        raise Late(f"it did not finish within {self._deadline:g} s ({self._setting})")
+
+
+def _finished_on_device(work: Any, seconds: float, look: Callable[[], None] | None) -> bool:
+    """As `finished`; NCCL's own bounded wait would end its communicator when the time is over."""
+    limit, looked, pause = time.monotonic() + seconds, time.monotonic(), 0.0001
+    while not work.is_completed():
+        now = time.monotonic()
+        if now > limit:
+            return False
+        if look is not None and now > looked + POLL:
+            looked = now
+            look()
+        time.sleep(pause)
+        pause = min(2 * pause, 0.005)
+    work.wait()
+    return True
 
 
 def check_size(size: int) -> None:

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 import attrs
 import torch
+from torch._C._distributed_c10d import Store
 
 from k3comm.buffers.host import HostMemory
 from k3comm.buffers.symmetric import STAGES, SymmetricMemory
@@ -179,6 +180,7 @@ class ThreadExchange:
     def __init__(self, rank: int, payloads: list[bytes], barrier: threading.Barrier) -> None:
         self.rank = rank
         self.size = len(payloads)
+        self.store: Store | None = None
         self.collectives = 0
         self._payloads = payloads
         self._barrier = barrier

@@ -339,6 +339,7 @@ def test_no_rows_talk_to_nobody(comm: k3comm.Communicator, monkeypatch: pytest.M
     for name in ("all_reduce", "all_to_all_single"):
         monkeypatch.setattr(dist, name, refuse)
     monkeypatch.setattr("k3comm.tiers.library._all_gather", refuse)
+    monkeypatch.setattr("k3comm.tiers.library.Collectives._finish", refuse)
     monkeypatch.setattr("k3comm.buffers.mailbox.MailboxLane.begin", refuse)
     monkeypatch.setattr("k3comm.buffers.staging.StagingPool.stage", refuse)
     case = random_case(comm, 1)

@@ -29,12 +29,13 @@ PURE_TIERS = ("tier", "axes", "select", "windows")
 
 # Lowest first. A module imports from its own layer and from lower ones.
 LAYERS = (
-    ("spec", "settings", "errors", "facts", "operations", "tiers", *(f"tiers.{name}" for name in PURE_TIERS)),
+    ("spec", "settings", "errors", "facts", "operations", "record", "tiers", *(f"tiers.{name}" for name in PURE_TIERS)),
     ("kernels",),
     ("buffers",),
     ("tiers.*",),
     ("negotiate",),
-    ("session",),
+    ("uniform",),
+    ("session", "streams"),
     ("checks", "communicator", "moe_tail", "attention_reduce", "route_exchange", "topk_pack"),
     ("ops",),
     ("testing",),
@@ -53,6 +54,7 @@ PUBLIC = [
     "ClosedError",
     "CommunicationTimeoutError",
     "Communicator",
+    "DivergenceError",
     "Exchange",
     "Facts",
     "InputError",
@@ -216,7 +218,7 @@ def test_names_are_found_at_home() -> None:
     assert home("k3comm.tiers.select.Agreement") == "k3comm.tiers.select"
     assert home("k3comm.tiers.Agreement") == "k3comm.tiers"
     values_to_tiers = ["spec", "kernels.dense", "buffers.symmetric", "tiers.interface"]
-    order = [*values_to_tiers, "negotiate", "session", "moe_tail", "ops", "testing", "cli.demo"]
+    order = [*values_to_tiers, "negotiate", "uniform", "session", "moe_tail", "ops", "testing", "cli.demo"]
     assert [layer(f"k3comm.{name}") for name in order] == list(range(len(LAYERS)))
     assert layer("k3comm.tiers.windows") == layer("k3comm.tiers") == layer("k3comm") == 0
     with pytest.raises(AssertionError, match="has no layer"):

@@ -1,0 +1,563 @@
+"""Deadlines that end the same way on every rank: an exchange, watched over by a store.
+
+A collective that times out names nobody, and the late rank's own collective may still succeed afterwards. So what
+counts is not what a collective returned but what one key of the store holds, the *verdict* of the round:
+
+    at/<rank>      the number of the stage that a rank has come to; written before it enters the stage's collective
+    claim          somebody gives up: whoever sees it says "alive" and waits for the verdict. Every rank looks at it
+                   before it enters a collective and, over a process group, every POLL seconds while it waits inside
+    alive/<rank>   the answer
+    raised/<rank>  why a rank raised in a stage where its peers may wait for it
+    done           how many ranks came through the last collective
+    verdict        "commit", or the text with which every rank raises; only ever written by compare_set, from empty
+
+A round (one negotiation, one `reserve`) ends by arbitration: the rank that completes `done` tries to write "commit"; a
+rank that gives up, in whatever stage, tries to write its text. The first wins, and every rank obeys what is there. So
+no rank believes while another gives up, wherever in between anybody is late, killed or stopped. Nothing is believed
+before the verdict. So no key has to be read right after each collective: the next stage, or the end, reads it.
+
+Nobody owns the right to give up, so nobody's death can leave the others waiting for it. A rank looks first who has not
+come to its stage (on a time-out: those are late), says `claim`, then waits up to ANSWER seconds for the others'
+`alive`: a rank that came and does not answer was killed, or is stopped.
+
+Rounds are numbered in the store, each rank counting its own, so a group that is made anew over the same store meets no
+key of an earlier one. A group whose round ended in a text is out of step: its collectives no longer pair. Each later
+round on it raises at once with the old reason.
+
+The store is asked from a thread of its own, with a limit: a client waits for ever for a host that is stopped. What it
+costs when all is well: at each stage one `set` and one `check`; a round takes an `add` at its start and at its end, and
+the verdict is polled.
+
+Decided against: one claimant chosen by compare_set (its death needs a second protocol, and a few lookups by every rank
+cost nothing); a key a stage (one that counts says the same); `Store.wait` (its time-out can't be cut short when the
+host is stopped); a connection of its own for the thread (`Store.clone` of a TCPStore took 5 s in 5 of 120 tries, and
+milliseconds otherwise: torch 2.13, three ranks under torchrun).
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager
+from typing import Any, NoReturn, TypeVar
+
+import torch.distributed as dist
+from torch._C._distributed_c10d import Store
+
+from k3comm.buffers.symmetric import Limit, describe
+from k3comm.errors import CommunicationTimeoutError, NegotiationError, PeerTimeoutError
+from k3comm.negotiate.decide import name_ranks
+from k3comm.negotiate.exchange import Exchange, GroupExchange, Late, WaitEnded
+from k3comm.tiers.waiting import POLL
+
+T = TypeVar("T")
+
+ANSWER = 1.0
+"""Seconds in which a rank that is alive says so. It looks every POLL seconds: there is room for busy machines."""
+
+STORE_ANSWER = 5.0
+"""Seconds after which a store that does not answer is taken for lost."""
+
+COMMIT = "commit"
+TEXT_CHARACTERS = 4096
+"""Of the text of a verdict; the rest is cut off."""
+
+_ended: weakref.WeakKeyDictionary[dist.ProcessGroup, str] = weakref.WeakKeyDictionary()
+
+
+class StoreLostError(Exception):
+    """The store does not answer, or its host is gone."""
+
+
+def store_of(group: dist.ProcessGroup) -> Store:
+    """The job's store as a group has it: with the group's own prefix, so that subgroups don't meet.
+
+    `ProcessGroup.get_group_store` is a method without underscore, though no page documents it; it serves the default
+    group, subgroups, and groups with device backends alone.
+    """
+    return group.get_group_store()
+
+
+class _Clerk:
+    """A thread that asks the store, so that whoever wants to know waits no longer than it likes."""
+
+    def __init__(self, store: Store) -> None:
+        self._jobs: queue.SimpleQueue[tuple[Callable[[Store], Any], Future[Any]] | None] = queue.SimpleQueue()
+        self.lost = False
+        # A daemon: one that waits for a host that is stopped must not keep the process from its end.
+        threading.Thread(target=self._work, args=(store, self._jobs), name="k3comm-store", daemon=True).start()
+
+    def ask(self, question: Callable[[Store], T]) -> T:
+        """The answer to a question. StoreLostError if there is none, now or before."""
+        if self.lost:
+            raise StoreLostError("it did not answer before")
+        answer: Future[T] = Future()
+        self._jobs.put((question, answer))
+        try:
+            return answer.result(STORE_ANSWER)
+        except Exception as error:  # a store's own errors are of many kinds, and a time-out is one more
+            self.lost = True
+            raise StoreLostError(describe(error)) from error
+
+    def dismiss(self) -> None:
+        self._jobs.put(None)
+
+    @staticmethod
+    def _work(store: Store, jobs: queue.SimpleQueue[tuple[Callable[[Store], Any], Future[Any]] | None]) -> None:
+        while (job := jobs.get()) is not None:
+            question, answer = job
+            try:
+                answer.set_result(question(store))
+            except Exception as error:
+                answer.set_exception(error)
+            del job, question, answer
+
+
+class WatchedExchange:
+    """An exchange whose collectives are numbered, named stages of a round. Itself an `Exchange`.
+
+    Args:
+        inner: the group's exchange, or the caller's. Only the group's looks at the claim while it waits: a caller's own
+            ends by its own deadline, and in a self-check the tier decides.
+        store: None, or W = 1: the inner exchange's own deadlines are all there is, and its errors name nobody.
+        groups: those whose collectives get out of step if a round ends before its time.
+        limit: of a stage where `at` says nothing else.
+
+    Attributes:
+        rank, size: place in the group, and its size W. store: what watches over it.
+    """
+
+    def __init__(
+        self,
+        inner: Exchange,
+        store: Store | None,
+        *,
+        groups: Sequence[dist.ProcessGroup] = (),
+        limit: Limit,
+    ) -> None:
+        self.rank, self.size = inner.rank, inner.size
+        self.store = store if inner.size > 1 else None
+        self._inner = inner
+        self._round = _Round(self.rank, self.size, self.store, groups)
+        self._name, self._seconds, self._setting = "a vote", limit.seconds, limit.setting
+
+    def at(self, name: str, limit: Limit | None = None) -> WatchedExchange:
+        """The same, its next collectives being the stage `name`, with a deadline of their own if it is given."""
+        view = object.__new__(WatchedExchange)
+        view.__dict__ |= self.__dict__
+        view._name = name
+        if limit is not None:
+            view._seconds, view._setting = limit.seconds, limit.setting
+        return view
+
+    def within(self, seconds: float) -> WatchedExchange:
+        """The same with another `settings.vote_deadline`."""
+        return self.at(self._name, Limit(seconds, "settings.vote_deadline"))
+
+    def min(self, values: Sequence[int]) -> list[int]:
+        """See `Exchange`.
+
+        Raises:
+            CommunicationTimeoutError: the round is over, with the same text on every rank.
+        """
+        return self._collective(lambda inner: inner.min(values))
+
+    def gather(self, payload: bytes) -> list[bytes]:
+        """See `Exchange`. Raises as `min`."""
+        return self._collective(lambda inner: inner.gather(payload))
+
+    def run(self, collective: Callable[[], T], *, meet: bool = False) -> T:
+        """One stage: anything collective that ends by itself, by a deadline of its own. Raises as `min`.
+
+        Args:
+            meet: no rank enters before all have come. For what runs on a device: NCCL connects in its first collective,
+                without a limit that could be set, and ends the process where a peer is missing later.
+        """
+        return self._run(collective, f"{self._seconds:g} s ({self._setting})", looks=False, meet=meet)
+
+    def _collective(self, call: Callable[[Exchange], T]) -> T:
+        inner = self._inner
+        if isinstance(inner, GroupExchange):
+            bounded = inner.within(self._seconds, self._setting, self._round.look)
+            limit = f"{self._seconds:g} s ({self._setting})"
+            return self._run(lambda: call(bounded), limit, looks=True, meet=inner.on_device)
+        return self._run(lambda: call(inner), "the exchange's own deadline", looks=False, meet=False)
+
+    def _run(self, collective: Callable[[], T], bound: str, *, looks: bool, meet: bool) -> T:
+        current, name = self._round, self._name
+        current.enter(name, self._seconds, bound, looks=looks)
+        moment("inside", name, self.rank)
+        if meet:
+            current.meet()
+        try:
+            result = collective()
+        except _ClaimedError:
+            current.obey()
+        except Exception as error:
+            current.give_up(error)
+        moment("after", name, self.rank)
+        return result
+
+    def raised(self, error: Exception, seconds: float) -> None:
+        """Says that this rank raised in the present stage, and waits until no peer can be waiting for it there.
+
+        A peer that has come to a later stage, or has raised too, has come through this stage's collectives, and those
+        need all ranks: so the ranks are still in step, and the failure is a value to vote on. Peers that never do are
+        waiting for what this rank did not send; the round is then over.
+
+        Args:
+            seconds: how long peers may take.
+        """
+        self._round.raised(describe(error), seconds, error)
+
+    def peer_raised(self) -> bool:
+        """Whether a peer said that it raised in the present stage."""
+        return self._round.peer_raised()
+
+    def missing(self) -> tuple[int, ...]:
+        """After a collective of a forward failed here: the ranks that don't say the same within ANSWER seconds.
+
+        They are late, stopped or gone. Empty inside a round, which finds out for itself, and where the store can't say.
+        """
+        return self._round.roll_call()
+
+    @contextmanager
+    def together(self, what: str) -> Iterator[WatchedExchange]:
+        """A round. It ends on every rank as `what` did on all of them, or with one text.
+
+        Without an exception, or with a NegotiationError (which all ranks raise alike), this rank has come through the
+        last collective, and the verdict counts. Any other exception of this rank ends the round for all of them.
+
+        Raises:
+            CommunicationTimeoutError: the same text on every rank that has not raised something of its own.
+        """
+        current = self._round
+        current.begin(what)
+        try:
+            try:
+                yield self
+            except NegotiationError as error:
+                current.settle(error)
+                raise
+            except BaseException as error:
+                current.leave(error)
+                raise
+            current.settle(None)
+        finally:
+            current.close()
+
+
+class _ClaimedError(Exception):
+    """Somebody gives up."""
+
+
+class _Round:
+    """The keys of one round after the other, and what this rank knows of the present one."""
+
+    def __init__(self, rank: int, size: int, store: Store | None, groups: Sequence[dist.ProcessGroup]) -> None:
+        self._rank, self._size, self._store, self._groups = rank, size, store, groups
+        self._clerk: _Clerk | None = None
+        self._base = ""
+        self._what = "a vote"
+        self._stage, self._number = "its start", 0
+        self._seconds, self._bound, self._looks, self._since = 0.0, "", True, 0.0
+        self._error: CommunicationTimeoutError | None = None
+
+    def begin(self, what: str) -> None:
+        for group in self._groups:
+            if why := _ended.get(group, ""):
+                raise CommunicationTimeoutError(
+                    f"{what} on a group whose ranks are out of step ({why}); its collectives no longer pair: make a "
+                    "new group, in new processes where a rank is gone"
+                )
+        self._what, self._stage, self._number, self._error = what, "its start", 0, None
+        if self._store is None:
+            return
+        self._clerk = _Clerk(self._store)
+        # A store that serves several groups has a place for each.
+        place = "/".join(["k3comm", *(group.group_name for group in self._groups[:1])])
+        number = self._ask(lambda store: store.add(f"{place}/rounds/{self._rank}", 1))
+        self._base = f"{place}/{number}"
+
+    def close(self) -> None:
+        if self._clerk is not None:
+            self._clerk.dismiss()
+            self._clerk = None
+        self._what = "a vote"
+
+    def enter(self, name: str, seconds: float, bound: str, *, looks: bool) -> None:
+        """This rank comes to the next stage, in which ranks that wait may look at the claim meanwhile, or can't."""
+        moment("before", name, self._rank)
+        self._stage, self._number = name, self._number + 1
+        self._seconds, self._bound, self._looks, self._since = seconds, bound, looks, time.monotonic()
+        if self._clerk is None:
+            return
+        number = str(self._number)
+
+        def come(store: Store) -> bool:
+            store.set(self._key(f"at/{self._rank}"), number)
+            return bool(store.check([self._key("claim")]))
+
+        if self._ask(come):
+            self.obey()
+
+    def meet(self) -> None:
+        """Waits until all ranks have come to the present stage."""
+        if self._clerk is None:
+            return
+        number, claimed = self._number, False
+
+        def all_came(store: Store) -> bool:
+            nonlocal claimed
+            claimed = bool(store.check([self._key("claim")]))
+            return claimed or all(self._stage_of(store, rank) >= number for rank in range(self._size))
+
+        if not self._poll(all_came, self._seconds):
+            self.give_up(Late())
+        elif claimed:
+            self.obey()
+
+    def look(self) -> None:
+        """While a collective waits."""
+        if self._clerk is not None and self._ask(lambda store: bool(store.check([self._key("claim")]))):
+            raise _ClaimedError
+
+    def obey(self) -> None:
+        """Somebody gave up: says that this rank is alive and takes the verdict; returns if it is to go on after all."""
+
+        def alive(store: Store) -> bool:
+            store.set(self._key(f"alive/{self._rank}"), "1")
+            return True
+
+        self._ask(alive)
+        # Twice what a rank takes that gives up, in case it was itself held up; if it is gone, this one takes over.
+        if self._poll(lambda store: bool(store.check([self._key("verdict")])), 2 * ANSWER):
+            self._take(self._ask(lambda store: store.get(self._key("verdict")).decode()), None)
+        else:
+            self.give_up(None)
+
+    def give_up(self, error: Exception | None) -> None:
+        """Finds out who is missing, and tries to end the round; returns if it is committed after all."""
+        if self._error is not None:
+            raise self._error
+        if self._clerk is None:
+            if isinstance(error, WaitEnded | CommunicationTimeoutError):
+                self._over(f"{self._what} of {self._size} ranks: {self._stage}: {error}", error)
+            if error is not None:
+                raise error
+            return
+        late = isinstance(error, Late | PeerTimeoutError | TimeoutError) or (
+            isinstance(error, CommunicationTimeoutError) and time.monotonic() > self._since + self._seconds
+        )
+        absent = self._absent() if late else []
+
+        def claim(store: Store) -> None:
+            store.set(self._key("claim"), "1")
+            store.set(self._key(f"alive/{self._rank}"), "1")
+
+        self._ask(claim)
+        silent: list[int] = []
+
+        def all_answer(store: Store) -> bool:
+            silent[:] = [r for r in range(self._size) if r not in absent and not store.check([self._key(f"alive/{r}")])]
+            return not silent
+
+        self._poll(all_answer, ANSWER)
+        number = self._number
+        came = self._ask(lambda store: [self._stage_of(store, rank) for rank in range(self._size)])
+        never = [rank for rank in silent if came[rank] < number]
+        here = [rank for rank in silent if came[rank] == number]  # whoever is further on may wait where it can't look
+        self._write(self._finding(late, absent, never, here, error), error)
+
+    def leave(self, error: BaseException) -> None:
+        """An exception of this rank's own ends the round for everybody."""
+        if self._error is not None or self._clerk is None:
+            return
+        why = describe(error) if isinstance(error, Exception) else type(error).__name__
+        text = self._text(f"rank {self._rank} left it in {self._stage}: {why}")
+        try:
+            self._ask(lambda store: store.set(self._key("claim"), "1"))
+            self._write(text, None)
+        except CommunicationTimeoutError:
+            pass  # its own exception is what this rank raises
+
+    def settle(self, outcome: Exception | None) -> None:
+        """This rank came through the last collective. Returns if all did, and nobody had given up before."""
+        if self._clerk is None or self._error is not None:
+            return
+        self.enter("the commit", self._seconds, self._bound, looks=True)
+        moment("inside", "the commit", self._rank)
+
+        def done(store: Store) -> None:
+            if store.add(self._key("done"), 1) == self._size:
+                store.compare_set(self._key("verdict"), "", COMMIT)
+
+        self._ask(done)
+        claimed = False
+
+        def decided(store: Store) -> bool:
+            nonlocal claimed
+            claimed = bool(store.check([self._key("claim")]))
+            return claimed or bool(store.check([self._key("verdict")]))
+
+        if not self._poll(decided, self._seconds):
+            self.give_up(Late())
+        elif claimed:
+            self.obey()
+        else:
+            self._take(self._ask(lambda store: store.get(self._key("verdict")).decode()), outcome)
+        moment("after", "the commit", self._rank)
+
+    def raised(self, why: str, seconds: float, error: Exception) -> None:
+        if self._clerk is None:
+            # Nothing can be told to peers that may be waiting inside a collective for this rank.
+            raise error
+        number, claimed = self._number, False
+        self._ask(lambda store: store.set(self._key(f"raised/{self._rank}"), f"{number} {why[:TEXT_CHARACTERS]}"))
+
+        def passed(store: Store) -> bool:
+            nonlocal claimed
+            claimed = bool(store.check([self._key("claim")]))
+            others = [rank for rank in range(self._size) if rank != self._rank]
+            return claimed or all(
+                self._stage_of(store, rank) > number or self._raised_in(store, rank) == number for rank in others
+            )
+
+        if not self._poll(passed, seconds):
+            self.give_up(Late())
+        elif claimed:
+            self.obey()
+
+    def peer_raised(self) -> bool:
+        if self._clerk is None:
+            return False
+        number = self._number
+        return self._ask(
+            lambda store: any(
+                self._raised_in(store, rank) == number for rank in range(self._size) if rank != self._rank
+            )
+        )
+
+    def roll_call(self) -> tuple[int, ...]:
+        if self._store is None or self._clerk is not None or not self._base:
+            return ()
+        self._clerk = _Clerk(self._store)
+        missing: list[int] = []
+
+        def answered(store: Store) -> bool:
+            missing[:] = [rank for rank in range(self._size) if not store.check([self._key(f"failed/{rank}")])]
+            return not missing
+
+        try:
+            self._clerk.ask(lambda store: store.set(self._key(f"failed/{self._rank}"), "1"))
+            self._poll(answered, ANSWER)
+        except (StoreLostError, CommunicationTimeoutError):
+            return ()
+        finally:
+            self.close()
+        return tuple(missing)
+
+    # The keys.
+
+    def _key(self, name: str) -> str:
+        return f"{self._base}/{name}"
+
+    def _stage_of(self, store: Store, rank: int) -> int:
+        key = self._key(f"at/{rank}")
+        return int(store.get(key)) if store.check([key]) else 0
+
+    def _raised_in(self, store: Store, rank: int) -> int:
+        key = self._key(f"raised/{rank}")
+        return int(store.get(key).split(b" ", 1)[0]) if store.check([key]) else 0
+
+    def _absent(self) -> list[int]:
+        number = self._number
+        return self._ask(lambda store: [r for r in range(self._size) if self._stage_of(store, r) < number])
+
+    def _ask(self, question: Callable[[Store], T]) -> T:
+        assert self._clerk is not None
+        try:
+            return self._clerk.ask(question)
+        except StoreLostError as error:
+            self._over(
+                self._text(
+                    "the store that watches over it is lost: the process that hosts it (often rank 0's, or the "
+                    "launcher) is gone or stopped, so no rank can be named"
+                ),
+                error,
+            )
+
+    def _poll(self, question: Callable[[Store], bool], seconds: float) -> bool:
+        """Asks until the answer is yes, at growing intervals; whether it was within so many seconds."""
+        limit, pause = time.monotonic() + seconds, 0.0002
+        while not self._ask(question):
+            left = limit - time.monotonic()
+            if left <= 0:
+                return self._ask(question)  # this process may have been stopped between its look and the clock
+            time.sleep(min(pause, left))
+            pause = min(2 * pause, POLL)
+        return True
+
+    # The end.
+
+    def _text(self, finding: str) -> str:
+        return f"{self._what} of {self._size} ranks: {finding}"
+
+    def _finding(
+        self, late: bool, absent: list[int], never: list[int], silent: list[int], error: Exception | None
+    ) -> str:
+        """What is known, in words. `absent` did not come in time, `never` neither came nor answers, `silent` came."""
+        stage, bound = f"{self._stage} (stage {self._number})", self._bound
+        found = []
+        if absent:
+            found.append(f"{name_ranks(absent)} did not come to {stage} within {bound}")
+        if never:
+            found.append(f"{name_ranks(never)} did not come to {stage} and can't be reached; the limit was {bound}")
+        if silent:
+            verb = "does not answer" if len(silent) == 1 else "do not answer"
+            why = "killed or stopped" if self._looks else "killed, stopped, or waiting there still"
+            found.append(f"{name_ranks(silent)} came to {stage} and {verb}: {why}; the limit was {bound}")
+        if not found:
+            end = f"did not finish within {bound}" if late else f"failed; the limit was {bound}"
+            found.append(f"{stage} {end}, though all ranks came to it")
+        if error is not None and not found[0].startswith("rank") and str(error):
+            found.append(f"on rank {self._rank}: {describe(error)}")
+        found += [f"rank {rank} had raised there: {why}" for rank, why in self._reasons()]
+        return self._text("; ".join(found))
+
+    def _reasons(self) -> list[tuple[int, str]]:
+        def collect(store: Store) -> list[tuple[int, str]]:
+            return [
+                (rank, store.get(self._key(f"raised/{rank}")).split(b" ", 1)[1].decode(errors="replace"))
+                for rank in range(self._size)
+                if self._raised_in(store, rank) == self._number
+            ]
+
+        return self._ask(collect)
+
+    def _write(self, text: str, error: Exception | None) -> None:
+        """Tries to make a text the verdict; takes whatever it is."""
+        text = text[:TEXT_CHARACTERS].encode(errors="replace").decode()
+        held = self._ask(lambda store: store.compare_set(self._key("verdict"), "", text).decode())
+        self._take(held, error)
+
+    def _take(self, verdict: str, cause: Exception | None) -> None:
+        if verdict != COMMIT:
+            self._over(verdict, cause)
+
+    def _over(self, text: str, cause: BaseException | None) -> NoReturn:
+        self._error = CommunicationTimeoutError(text)
+        for group in self._groups:
+            _ended[group] = text
+        raise self._error from cause
+
+
+def moment(when: str, stage: str, rank: int, /) -> None:
+    """Called "before" a rank comes to a stage, "inside" (it has come, and enters now) and "after" it. Does nothing.
+
+    `k3comm.testing.fault_at` puts faults here.
+    """
