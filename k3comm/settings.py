@@ -146,7 +146,7 @@ class Settings:
     force: Tier | str | None = _setting("FORCE", None, _tier, none="auto")
     transport: str = _setting("TRANSPORT", "auto", _one_of("auto", "multicast", "peer", "host"))
     windows: str | os.PathLike[str] | None = _setting("WINDOWS", None, _text, uniform=False, none="packaged")
-    pdl: bool = _setting("PDL", True, _flag, served=False)
+    pdl: bool = _setting("PDL", True, _flag)
     vote_deadline: float = _setting("VOTE_DEADLINE", 60.0, _seconds)
     rendezvous_deadline: float = _setting("RENDEZVOUS_DEADLINE", 600.0, _seconds, served=False)
     poll_deadline: float = _setting("POLL_DEADLINE", 30.0, _seconds)
@@ -154,9 +154,7 @@ class Settings:
     allow_shared_device: bool = _setting("ALLOW_SHARED_DEVICE", False, _flag)
     record: str | os.PathLike[str] | None = _setting("RECORD", None, _text, uniform=False, served=False, none="off")
     host_identity: str | None = _setting("HOST_IDENTITY", None, _text, uniform=False, none="detected")
-    cache_dir: str | os.PathLike[str] | None = _setting(
-        "CACHE_DIR", None, _text, uniform=False, served=False, none="default"
-    )
+    cache_dir: str | os.PathLike[str] | None = _setting("CACHE_DIR", None, _text, uniform=False, none="default")
     sources: Mapping[str, str] = attrs.field(factory=dict, repr=False, eq=False)
 
     def __attrs_post_init__(self) -> None:
@@ -230,6 +228,21 @@ class Settings:
         """Each value as text, by name; with `uniform_only` those on which all ranks must agree."""
         fields = [f for f in _fields() if f.metadata["uniform"] or not uniform_only]
         return {f.name: _show(getattr(self, f.name), f.metadata["none"]) for f in fields}
+
+
+def user_cache_folder(environ: Mapping[str, str] | None = None) -> str | None:
+    """What `cache_dir` stands for when nobody gives it: `k3comm` in the user's cache folder.
+
+    That is XDG_CACHE_HOME, if it is an absolute path (the XDG base directory specification ignores others), or
+    ~/.cache. None where the user has no home.
+    """
+    base = (os.environ if environ is None else environ).get("XDG_CACHE_HOME", "")
+    if not os.path.isabs(base):
+        home = os.path.expanduser("~")
+        if not os.path.isabs(home):
+            return None
+        base = os.path.join(home, ".cache")
+    return os.path.join(base, "k3comm")
 
 
 def vote_deadline(settings: object) -> float:
