@@ -17,7 +17,7 @@ from k3comm import __version__
 from k3comm.cli import _console
 from k3comm.errors import K3CommError
 
-COMMANDS = ("tiers", "replay", "demo")
+COMMANDS = ("tiers", "replay", "demo", "bench", "tune")
 """The commands, in the order of the help."""
 
 
