@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from k3comm.buffers.cuda import CudaMemory
 from k3comm.buffers.host import HostMemory
 from k3comm.buffers.symmetric import SymmetricMemory, establish
 from k3comm.checks import checked_weights
@@ -78,7 +79,7 @@ class Communicator(Session):
         check_size(world_size)
         rank = 0 if group is None else dist.get_rank(group)
         backends = _backends(group) if group is not None else {}
-        new_memory = partial(HostMemory, rank, world_size)
+        new_memory = partial(_new_memory, rank, world_size, group)
         vote_group, vote_problem = _vote_group(group, cpu_group)
 
         def prepare() -> Local:
@@ -112,7 +113,7 @@ class Communicator(Session):
         )
 
         def establish_more(nbytes: int) -> SymmetricMemory | str:
-            memory = new_memory()
+            memory = new_memory(local.device)
             return establish(memory, nbytes, voted) or memory
 
         context = TierContext(
@@ -125,6 +126,7 @@ class Communicator(Session):
             dtype=getattr(torch, local.proposal.spec.dtype),
             lanes=local.proposal.lanes,
             establish=establish_more,
+            proposal=local.proposal,
         )
         try:
             _connect(group, local.device, world_size)
@@ -231,6 +233,13 @@ def _connect(group: dist.ProcessGroup | None, place: torch.device, world_size: i
     """Makes a device's communicator now: NCCL would connect in the first forward otherwise, or in a capture."""
     if group is not None and world_size > 1 and place.type == "cuda":
         dist.all_reduce(torch.zeros(1, device=place), group=group)
+
+
+def _new_memory(rank: int, world_size: int, group: dist.ProcessGroup | None, device: torch.device) -> SymmetricMemory:
+    """Memory that the ranks can share, of the kind for their device."""
+    if device.type == "cpu" or group is None:
+        return HostMemory(rank, world_size)
+    return CudaMemory(rank, world_size, group_name=group.group_name, device=device)
 
 
 def _backends(group: dist.ProcessGroup) -> dict[str, str]:

@@ -24,6 +24,8 @@ from typing import TYPE_CHECKING, Final, Protocol, runtime_checkable
 
 import attrs
 
+from k3comm.errors import RendezvousError
+
 if TYPE_CHECKING:
     import torch
 
@@ -53,11 +55,13 @@ class BufferRequest:
         block: which block.
         nbytes: size in bytes.
         alignment: of the offset, in bytes; a power of two.
+        shared: requests of one block with the same name get one place together; "" is a place of its own.
     """
 
     block: Block
     nbytes: int
     alignment: int = 16
+    shared: str = ""
 
 
 class SymmetricMemory(ABC):
@@ -152,7 +156,8 @@ def establish_all(
         which stage and why; then every rank has released that memory, and the other blocks go on without it.
 
     Raises:
-        Exception: only what the exchange raises, where a peer is gone or late; all memories are released then too.
+        RendezvousError: an import that is a collective of its own failed in it; fatal.
+        Exception: else only what the exchange raises, where a peer is gone or late; all memories are released then too.
     """
     refusals: list[str | None] = [None] * len(memories)
     handles: list[bytes] = [bytes(HANDLE_BYTES)] * len(memories)
@@ -195,6 +200,8 @@ def _attempt(stage: str, act: Callable[[int], None], refusals: list[str | None],
         if refusal is None:
             try:
                 act(place)
+            except RendezvousError:  # this rank left a collective: there is nobody to vote with
+                raise
             except Exception as error:  # whatever it is: a rank that leaves here would leave its peers waiting
                 failures[place] = f"rank {exchange.rank}: {stage}: {describe(error)}"
     votes = exchange.min([int(not failure) for failure in failures])

