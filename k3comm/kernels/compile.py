@@ -33,6 +33,7 @@ import json
 import logging
 import os
 import re
+import struct
 import tempfile
 import threading
 import time
@@ -184,7 +185,8 @@ class CompiledKernel:
         key: the hash of everything that it depends on.
         params: the entry's parameters.
         registers: a thread's.
-        spill_stores, spill_loads, stack: bytes a thread; a stack without spills is an array indexed at run time.
+        stack: bytes a thread; without spills it is an array indexed at run time.
+        spill_stores, spill_loads: bytes a thread; None where the compiler did not say.
         shared: bytes of static shared memory a block.
         max_threads, min_blocks: the launch bounds (`__launch_bounds__`); None where the source gives none.
         uses_multimem: whether the PTX holds a `multimem` instruction.
@@ -199,8 +201,8 @@ class CompiledKernel:
     key: str = attrs.field(repr=False)
     params: tuple[Param, ...]
     registers: int
-    spill_stores: int
-    spill_loads: int
+    spill_stores: int | None
+    spill_loads: int | None
     stack: int
     shared: int
     max_threads: int | None
@@ -209,9 +211,9 @@ class CompiledKernel:
     seconds: float = attrs.field(eq=False)
 
     @property
-    def spills(self) -> int:
-        """Bytes a thread that are spilled, stored and loaded."""
-        return self.spill_stores + self.spill_loads
+    def spills(self) -> int | None:
+        """Bytes a thread that are spilled, stored and loaded; None where the compiler did not say."""
+        return None if self.spill_stores is None or self.spill_loads is None else self.spill_stores + self.spill_loads
 
 
 @attrs.define
@@ -347,7 +349,7 @@ def _compile(variant: KernelVariant, arch: str, key: str) -> CompiledKernel:
         key=key,
         seconds=seconds,
         **_from_ptx(ptx, variant.name, variant.entry),
-        **_from_log(log.getvalue(), variant.name, variant.entry),
+        **(_from_log(log.getvalue(), variant.entry) or _from_cubin(cubin, variant.name, variant.entry)),
     )
 
 
@@ -384,8 +386,11 @@ def _product(numbers: Iterable[int]) -> int:
     return total
 
 
-def _from_log(log: str, name: str, entry: str) -> dict[str, Any]:
-    """Registers, spills and shared memory of an entry, from the assembler's report."""
+def _from_log(log: str, entry: str) -> dict[str, Any] | None:
+    """Registers, spills and shared memory of an entry, from the assembler's report; None where it made none.
+
+    NVRTC of CUDA 13.0 on a machine with a driver was seen to write no report, whatever it was asked.
+    """
     for part in log.split("Compiling entry function")[1:]:
         used = re.search(r"Used (\d+) registers", part)
         if used is None or not part.lstrip().startswith(f"'{entry}'"):
@@ -402,7 +407,57 @@ def _from_log(log: str, name: str, entry: str) -> dict[str, Any]:
                 "spill_loads": loads,
                 "shared": int(shared[1]) if shared else 0,
             }
-    raise KernelError(f"{name}: the assembler's report says nothing of {entry}: {log.strip()!r}")
+    return None
+
+
+_REGISTERS, _FRAME = 0x2F, 0x11  # attributes of .nv.info, as `cuobjdump -elf` names them: EIATTR_REGCOUNT, _FRAME_SIZE
+
+
+def _from_cubin(cubin: bytes, name: str, entry: str) -> dict[str, Any]:
+    """The same from the cubin, an ELF file of 64 bits, which knows the frame but not how much of it are spills."""
+    sections = _sections(cubin)
+    symbols, names = sections[".symtab"], sections[".strtab"]
+    found: dict[int, int] = {}
+    for at in range(0, len(symbols), 24):
+        start = int.from_bytes(symbols[at : at + 4], "little")
+        if names[start : names.index(b"\0", start)] == entry.encode():
+            info, place = sections[".nv.info"], 0
+            while place < len(info):
+                form, attribute = info[place], info[place + 1]
+                size = int.from_bytes(info[place + 2 : place + 4], "little")
+                payload = info[place + 4 : place + 4 + size] if form == 4 else b""
+                if len(payload) == 8 and int.from_bytes(payload[:4], "little") == at // 24:
+                    found[attribute] = int.from_bytes(payload[4:], "little")
+                place += 4 + len(payload)
+    if _REGISTERS not in found:
+        raise KernelError(f"{name}: neither the assembler's report nor the cubin tell the registers of {entry}")
+    return {
+        "registers": found[_REGISTERS],
+        "stack": found.get(_FRAME, 0),
+        "spill_stores": None,
+        "spill_loads": None,
+        "shared": _section_sizes(cubin).get(f".nv.shared.{entry}", 0),
+    }
+
+
+def _headers(elf: bytes) -> Iterator[tuple[str, int, int, int]]:
+    """Name, type, offset and size of every section."""
+    start, each, count, at_names = (
+        int.from_bytes(elf[40:48], "little"),
+        *(int.from_bytes(elf[n : n + 2], "little") for n in (58, 60, 62)),
+    )
+    rows = [struct.unpack_from("<IIQQQQ", elf, start + number * each) for number in range(count)]
+    names = elf[rows[at_names][4] :]
+    for name, kind, _, _, offset, size in rows:
+        yield names[name : names.index(b"\0", name)].decode(), kind, offset, size
+
+
+def _sections(elf: bytes) -> dict[str, bytes]:
+    return {name: elf[offset : offset + size] for name, _, offset, size in _headers(elf)}
+
+
+def _section_sizes(elf: bytes) -> dict[str, int]:
+    return {name: size for name, _, _, size in _headers(elf)}
 
 
 # The key

@@ -131,7 +131,8 @@ def test_the_driver_agrees_about_the_kernel(load: Load) -> None:
         kernel = load(entry)
         attributes = kernel._kernel.attributes
         assert kernel.compiled.registers == attributes.num_regs
-        assert kernel.compiled.shared == attributes.shared_size_bytes
+        # Where the assembler made no report, with what the driver keeps for itself.
+        assert kernel.compiled.shared - attributes.shared_size_bytes in (0, 1024)
         assert attributes.local_size_bytes >= kernel.compiled.stack
         sizes = [int(info.size) for info in kernel._kernel.arguments_info]
         assert sizes == [param.size for param in kernel.compiled.params]

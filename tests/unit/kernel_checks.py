@@ -8,7 +8,9 @@ from k3comm.kernels.compile import CompiledKernel, KernelVariant
 def faults(variant: KernelVariant, kernel: CompiledKernel) -> list[str]:
     """What is wrong with a compiled variant: spills, registers beyond its own bound, or the wrong transport."""
     found = []
-    if kernel.spills:
+    if kernel.spills is None:
+        found.append("the compiler did not say whether it spills")
+    elif kernel.spills:
         found.append(f"{kernel.spill_stores} bytes of spill stores and {kernel.spill_loads} of spill loads")
     bound = variant.max_registers(kernel.arch)
     if kernel.registers > bound:

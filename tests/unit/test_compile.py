@@ -177,6 +177,21 @@ def test_of_several_entries_the_right_one(folder: Path, settings: Settings) -> N
     assert both[1].shared == 0
 
 
+@pytest.mark.parametrize("entry", ["scale", "second", "spill"])
+def test_without_the_assemblers_report_the_cubin_tells(folder: Path, settings: Settings, entry: str) -> None:
+    source = "spill.cu" if entry == "spill" else "scale.cu"
+    (folder / "spill.cu").write_text(SPILLING)
+    kernel = compile_kernel(scale(folder, source=source, entry=entry), "sm_90a", settings)
+    told = module._from_cubin(kernel.cubin, "a variant", entry)
+    assert (told["registers"], told["stack"]) == (kernel.registers, kernel.stack)
+    assert told["shared"] in (kernel.shared, kernel.shared + 1024)  # with what the driver keeps of it on sm_90
+    assert (told["spill_stores"], told["spill_loads"]) == (None, None)
+    silent = attrs.evolve(kernel, spill_stores=None, spill_loads=None)
+    assert "the compiler did not say whether it spills" in faults(scale(folder), silent)
+    with pytest.raises(KernelError, match="neither the assembler's report nor the cubin tell the registers of other"):
+        module._from_cubin(kernel.cubin, "a variant", "other")
+
+
 def test_faults_are_found(folder: Path, settings: Settings) -> None:
     (folder / "spill.cu").write_text(SPILLING)
     kernel = compile_kernel(scale(folder, source="spill.cu", entry="spill"), "sm_90a", settings)
