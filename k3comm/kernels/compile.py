@@ -389,7 +389,7 @@ def _product(numbers: Iterable[int]) -> int:
 def _from_log(log: str, entry: str) -> dict[str, Any] | None:
     """Registers, spills and shared memory of an entry, from the assembler's report; None where it made none.
 
-    NVRTC of CUDA 13.0 on a machine with a driver was seen to write no report, whatever it was asked.
+    Seen once on a machine with a GPU (NVRTC 13.0, cuda-core 1.2.0), where a later process got its reports.
     """
     for part in log.split("Compiling entry function")[1:]:
         used = re.search(r"Used (\d+) registers", part)
