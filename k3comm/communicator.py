@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import Store
 
+from k3comm.buffers.cuda import CudaMemory
 from k3comm.buffers.host import HostMemory
 from k3comm.buffers.symmetric import Limit, SymmetricMemory, establish
 from k3comm.checks import checked_weights
@@ -86,7 +87,7 @@ class Communicator(Session):
         check_size(world_size)
         rank = 0 if group is None else dist.get_rank(group)
         backends = _backends(group) if group is not None else {}
-        new_memory = partial(HostMemory, rank, world_size)
+        new_memory = partial(_new_memory, rank, world_size, group)
         vote_group, vote_problem = _vote_group(group, cpu_group)
 
         def prepare() -> Local:
@@ -129,7 +130,7 @@ class Communicator(Session):
                 voted = watched.within(agreed.vote_deadline)
 
                 def establish_more(nbytes: int) -> SymmetricMemory | str:
-                    memory = new_memory()
+                    memory = new_memory(local.device)
                     rendezvous = Limit(agreed.rendezvous_deadline, "settings.rendezvous_deadline")
                     return establish(memory, nbytes, voted, what="the larger block", limit=rendezvous) or memory
 
@@ -144,6 +145,7 @@ class Communicator(Session):
                     lanes=local.proposal.lanes,
                     establish=establish_more,
                     missing=voted.missing,
+                    proposal=local.proposal,
                 )
                 if local.device.type == "cuda":
                     connect = partial(_connect, group, local.device, world_size)
@@ -260,6 +262,13 @@ def _connect(group: dist.ProcessGroup | None, place: torch.device, world_size: i
     """Makes a device's communicator now: NCCL would connect in the first forward otherwise, or in a capture."""
     if group is not None and world_size > 1 and place.type == "cuda":
         dist.all_reduce(torch.zeros(1, device=place), group=group)
+
+
+def _new_memory(rank: int, world_size: int, group: dist.ProcessGroup | None, device: torch.device) -> SymmetricMemory:
+    """Memory that the ranks can share, of the kind for their device."""
+    if device.type == "cpu" or group is None:
+        return HostMemory(rank, world_size)
+    return CudaMemory(rank, world_size, group_name=group.group_name, device=device)
 
 
 def _backends(group: dist.ProcessGroup) -> dict[str, str]:

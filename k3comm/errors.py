@@ -3,17 +3,19 @@
     K3CommError
     |-- InputError (ValueError)             an argument that is not accepted: what was given, what would be
     |   `-- PlanError                       a plan that does not fit: other communicator, too few rows, other arguments
-    |-- SettingsError (ValueError)          a setting or environment variable that is malformed or not served
+    |-- SettingsError (ValueError)          a setting or environment variable that is malformed
     |-- WindowsError (ValueError)           a windows file that is not valid; names the file and the place in it
     |-- NegotiationError (RuntimeError)     the ranks differ; the same text on every rank
     |-- DivergenceError (RuntimeError)      check_uniform: a call differs between the ranks; the same text on every rank
     |-- TierUnavailableError (RuntimeError) a tier asked for by name that is not agreed or can't honour the arguments
     |-- ClosedError (RuntimeError)          a communicator that is closed
     |-- CaptureError (RuntimeError)         something that must not happen while a CUDA graph is captured
+    |-- KernelError (RuntimeError)          a device kernel that can't be compiled, loaded or launched
+    |-- RendezvousError (RuntimeError)      torch's rendezvous of device memory failed here; peers may wait in it
     |-- CommunicationTimeoutError (RuntimeError)   a collective that did not finish within its deadline
     `-- PeerTimeoutError (RuntimeError)     a peer whose data did not come in time; names the peer
 
-Everything but the last two is raised before a peer is involved, or identically on every rank; the one exception is an
+Everything but the last three is raised before a peer is involved, or identically on every rank; the one exception is an
 InputError about what a `project=` callable returned, which is known only mid-call.
 """
 
@@ -68,6 +70,17 @@ class ClosedError(K3CommError, RuntimeError):
 
 class CaptureError(K3CommError, RuntimeError):
     """Not allowed while a CUDA graph is being captured."""
+
+
+class KernelError(K3CommError, RuntimeError):
+    """A device kernel can't be compiled, loaded or launched. Names the kernel, and the compiler's text or the limit."""
+
+
+class RendezvousError(K3CommError, RuntimeError):
+    """Torch's rendezvous of device memory failed on this rank, in the middle of a collective. Fatal: peers may hang.
+
+    They wait in it until their own deadlines, and nothing on this rank can call them out of it.
+    """
 
 
 class CommunicationTimeoutError(K3CommError, RuntimeError):

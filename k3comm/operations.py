@@ -10,6 +10,8 @@ from k3comm.errors import InputError
 from k3comm.settings import Settings
 from k3comm.spec import LatentMoESpec, ParallelLayout, whole_number
 from k3comm.tiers.axes import boolean
+from k3comm.tiers.tier import Tier
+from k3comm.tiers.windows import Windows
 
 OUTPUTS = ("full", "rows")
 """What a tail returns: every row on every rank, or this rank's ceil(m/W) rows."""
@@ -87,6 +89,8 @@ class Proposal:
         lanes: micro-batches in flight.
         world_size: ranks W.
         name: the communicator's, where it was given; "" where it is a counter's, which may differ between ranks.
+        device: the type of every rank's device, "cpu" or "cuda".
+        windows: for which token counts each tier is worth choosing; None: not known yet.
     """
 
     spec: LatentMoESpec
@@ -96,3 +100,5 @@ class Proposal:
     lanes: int = 1
     world_size: int
     name: str = ""
+    device: str = "cpu"
+    windows: Windows[Tier] | None = attrs.field(default=None, repr=False)

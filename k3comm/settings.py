@@ -113,20 +113,17 @@ def _setting(
     parse: Callable[[Any], Any],
     *,
     uniform: bool = True,
-    served: bool = True,
     none: str = "",
 ) -> Any:
     """A field: None at construction means "not given".
 
-    `uniform`: the ranks must have the same value; `served`: something in this version consumes it; `none`: the word
-    for the value None.
+    `uniform`: the ranks must have the same value; `none`: the word for the value None.
     """
     metadata = {
         "env": PREFIX + env,
         "default": default,
         "parse": parse,
         "uniform": uniform,
-        "served": served,
         "none": none,
     }
     return attrs.field(default=None, metadata=metadata)
@@ -164,7 +161,7 @@ class Settings:
     force: Tier | str | None = _setting("FORCE", None, _tier, none="auto")
     transport: str = _setting("TRANSPORT", "auto", _one_of("auto", "multicast", "peer", "host"))
     windows: str | os.PathLike[str] | None = _setting("WINDOWS", None, _text, uniform=False, none="packaged")
-    pdl: bool = _setting("PDL", True, _flag, served=False)
+    pdl: bool = _setting("PDL", True, _flag)
     vote_deadline: float = _setting("VOTE_DEADLINE", 60.0, _seconds)
     rendezvous_deadline: float = _setting("RENDEZVOUS_DEADLINE", 600.0, _seconds)
     poll_deadline: float = _setting("POLL_DEADLINE", 30.0, _seconds)
@@ -172,9 +169,7 @@ class Settings:
     allow_shared_device: bool = _setting("ALLOW_SHARED_DEVICE", False, _flag)
     record: str | os.PathLike[str] | None = _setting("RECORD", None, _text, uniform=False, none="off")
     host_identity: str | None = _setting("HOST_IDENTITY", None, _text, uniform=False, none="detected")
-    cache_dir: str | os.PathLike[str] | None = _setting(
-        "CACHE_DIR", None, _text, uniform=False, served=False, none="default"
-    )
+    cache_dir: str | os.PathLike[str] | None = _setting("CACHE_DIR", None, _text, uniform=False, none="default")
     sources: Mapping[str, str] = attrs.field(factory=dict, repr=False, eq=False)
 
     def __attrs_post_init__(self) -> None:
@@ -235,15 +230,6 @@ class Settings:
                 merged[name], origin[name] = word if value is None else value, source
         return Settings(**merged, sources=origin)
 
-    def check_served(self) -> None:
-        """Refuses, with SettingsError, a setting that was given but that nothing in this version consumes."""
-        for field in _fields():
-            if not field.metadata["served"] and self.sources[field.name] != "default":
-                raise SettingsError(
-                    f"{field.name} ({self.sources[field.name]}): nothing in this version consumes it; "
-                    "leave it out, rather than have it ignored"
-                )
-
     def describe(self, *, uniform_only: bool = False) -> dict[str, str]:
         """Each value as text, by name; with `uniform_only` those on which all ranks must agree."""
         fields = [f for f in _fields() if f.metadata["uniform"] or not uniform_only]
@@ -254,6 +240,21 @@ def environment(environ: Mapping[str, str] | None = None) -> dict[str, str]:
     """Those of UNIFORM_VARIABLES and LOCAL_VARIABLES that are set; of the process's own environment by default."""
     environ = os.environ if environ is None else environ
     return {name: environ[name] for name in (*UNIFORM_VARIABLES, *LOCAL_VARIABLES) if name in environ}
+
+
+def user_cache_folder(environ: Mapping[str, str] | None = None) -> str | None:
+    """What `cache_dir` stands for when nobody gives it: `k3comm` in the user's cache folder.
+
+    That is XDG_CACHE_HOME, if it is an absolute path (the XDG base directory specification ignores others), or
+    ~/.cache. None where the user has no home.
+    """
+    base = (os.environ if environ is None else environ).get("XDG_CACHE_HOME", "")
+    if not os.path.isabs(base):
+        home = os.path.expanduser("~")
+        if not os.path.isabs(home):
+            return None
+        base = os.path.join(home, ".cache")
+    return os.path.join(base, "k3comm")
 
 
 def vote_deadline(settings: object) -> float:

@@ -159,7 +159,7 @@ class StagingPool:
     """The staging buffers of one group.
 
     Args:
-        memory: mapped, of at least `offset + layout.nbytes` bytes. The pool releases it in `close`.
+        memory: mapped, of at least `offset + layout.nbytes` bytes. The pool releases it in `close`, unless `borrowed`.
         layout: what lies in it now.
         ceiling: the most rows that `reserve` may ever give.
         grow: collective; gives mapped memory of so many bytes, or, on every rank, the text that says why not
@@ -167,6 +167,7 @@ class StagingPool:
         capturing: whether a CUDA graph is being captured now; None: never.
         offset: where in every rank's block the layout starts, a multiple of ALIGNMENT.
         poll_deadline: seconds that `barrier` may take (`settings.poll_deadline`).
+        borrowed: `memory` is the caller's, who may have others working on it; what `grow` gives never is.
 
     Raises:
         InputError: the layout does not fit.
@@ -182,6 +183,7 @@ class StagingPool:
         capturing: Callable[[], bool] | None = None,
         offset: int = 0,
         poll_deadline: float = 30.0,
+        borrowed: bool = False,
     ) -> None:
         if ceiling < layout.rows:
             raise InputError(f"ceiling: {ceiling} given for {layout.rows} rows; accepted are {layout.rows} or more")
@@ -190,6 +192,7 @@ class StagingPool:
         self._grow = grow
         self._capturing = capturing or (lambda: False)
         self._poll_deadline = poll_deadline
+        self._borrowed = memory if borrowed else None
         self._retired: list[_Generation] = []
         self._now: _Generation | None = None
         self._pads: tuple[_SignalPad, ...] = ()
@@ -288,7 +291,8 @@ class StagingPool:
     def close(self) -> None:
         """Releases the block and the retired ones. Idempotent and local; no graph that uses them may run any more."""
         for generation in (*self._retired, *([] if self._now is None else [self._now])):
-            generation.memory.release()
+            if generation.memory is not self._borrowed:
+                generation.memory.release()
         self._retired, self._now, self._pads = [], None, ()
 
     def _adopt(self, memory: SymmetricMemory, layout: StagingLayout, offset: int) -> None:

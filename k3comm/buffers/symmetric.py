@@ -24,6 +24,8 @@ from typing import TYPE_CHECKING, Final, Protocol, runtime_checkable
 
 import attrs
 
+from k3comm.errors import RendezvousError
+
 if TYPE_CHECKING:
     import torch
     from torch._C._distributed_c10d import Store
@@ -54,11 +56,13 @@ class BufferRequest:
         block: which block.
         nbytes: size in bytes.
         alignment: of the offset, in bytes; a power of two.
+        shared: requests of one block with the same name get one place together; "" is a place of its own.
     """
 
     block: Block
     nbytes: int
     alignment: int = 16
+    shared: str = ""
 
 
 class SymmetricMemory(ABC):
@@ -187,7 +191,8 @@ def establish_all(
         which stage and why; then every rank has released that memory, and the other blocks go on without it.
 
     Raises:
-        Exception: only what the exchange raises, where a peer is gone or late; all memories are released then too.
+        RendezvousError: an import that is a collective of its own failed in it; fatal.
+        Exception: else only what the exchange raises, where a peer is gone or late; all memories are released then too.
     """
     refusals: list[str | None] = [None] * len(memories)
     handles: list[bytes] = [bytes(HANDLE_BYTES)] * len(memories)
@@ -231,6 +236,8 @@ def _attempt(stage: str, act: Callable[[int], None], refusals: list[str | None],
         if refusal is None:
             try:
                 act(place)
+            except RendezvousError:  # this rank left a collective: there is nobody to vote with
+                raise
             except Exception as error:  # whatever it is: a rank that leaves here would leave its peers waiting
                 failures[place] = f"rank {exchange.rank}: {stage}: {describe(error)}"
     votes = exchange.min([int(not failure) for failure in failures])

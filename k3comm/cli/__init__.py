@@ -18,7 +18,7 @@ from k3comm import __version__
 from k3comm.cli import _console
 from k3comm.errors import K3CommError
 
-COMMANDS = ("tiers", "replay", "demo", "doctor", "report")
+COMMANDS = ("tiers", "replay", "demo", "doctor", "report", "bench", "tune")
 """The commands, in the order of the help."""
 
 

@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
+from functools import partial
 from typing import TYPE_CHECKING
 
 from k3comm.cli import _choice, _console
@@ -108,7 +109,12 @@ def _alone(arguments: argparse.Namespace) -> Checkup:
     )
     windows, notes = _windows(facts, settings, arguments.ranks)
     proposal = Proposal(
-        spec=SPEC, layout=ParallelLayout(tp=arguments.ranks), settings=settings, world_size=arguments.ranks
+        spec=SPEC,
+        layout=ParallelLayout(tp=arguments.ranks),
+        settings=settings,
+        world_size=arguments.ranks,
+        device=device,
+        windows=windows,
     )
     return Checkup(
         ranks=arguments.ranks,
@@ -116,7 +122,7 @@ def _alone(arguments: argparse.Namespace) -> Checkup:
         settings=_settings(settings),
         facts=[facts_of(facts)],
         tiers=tiers_alone(facts, proposal),
-        windows=windows,
+        windows=f"{windows.source} ({windows.family})",
         notes=notes,
         required=tuple(arguments.require),
     )
@@ -126,7 +132,6 @@ def _in_a_job(arguments: argparse.Namespace, rank: int, size: int, local: int) -
     import torch
     import torch.distributed as dist
 
-    from k3comm.buffers.host import HostMemory
     from k3comm.negotiate.exchange import GroupExchange
 
     device = _device(arguments.device)
@@ -142,7 +147,7 @@ def _in_a_job(arguments: argparse.Namespace, rank: int, size: int, local: int) -
     exchange = GroupExchange(dist.group.WORLD, arguments.deadline)  # type: ignore[arg-type]  # there is one now
     try:
         found = examine(
-            exchange, device=device, deadline=arguments.deadline, required=arguments.require, new_memory=HostMemory
+            exchange, device=device, deadline=arguments.deadline, required=arguments.require, new_memory=_memory(device)
         )
     except (K3CommError, RuntimeError) as error:
         return _end(f"{type(error).__name__}: {error}", arguments, rank, size)
@@ -200,6 +205,22 @@ def examine(
         )
 
 
+def _memory(device: str) -> Callable[[int, int], SymmetricMemory]:
+    """Maker of the memory that the ranks of the default group share on such a device."""
+    import torch
+    import torch.distributed as dist
+
+    from k3comm.buffers.cuda import CudaMemory
+    from k3comm.buffers.host import HostMemory
+
+    if device == "cpu":
+        return HostMemory
+
+    here = torch.device("cuda", torch.cuda.current_device())
+    name = dist.group.WORLD.group_name  # type: ignore[union-attr]  # there is one by now
+    return partial(CudaMemory, group_name=name, device=here)
+
+
 def _pairs(
     decision: Decision, device: str, exchange: Exchange, new_memory: Callable[[int, int], SymmetricMemory]
 ) -> PairCheck:
@@ -209,8 +230,6 @@ def _pairs(
         return PairCheck(why_not="not tried: no agreed tier works over shared memory")
     if exchange.size == 1:
         return PairCheck(why_not="not tried: one rank has no pair")
-    if device != "cpu":
-        return PairCheck(why_not="not tried: this version shares no memory of a GPU")
     return check_pairs(new_memory(exchange.rank, exchange.size), exchange)
 
 
@@ -313,12 +332,11 @@ def _pairs_table(found: Checkup) -> _console.Table:
 # Odds and ends
 
 
-def _windows(facts: Facts, settings: Settings, ranks: int) -> tuple[str, list[str]]:
+def _windows(facts: Facts, settings: Settings, ranks: int) -> tuple[Windows[Tier], list[str]]:
     if settings.windows is not None:
-        windows: Windows[Tier] = load_windows(settings.windows)
-        return f"{windows.source} ({windows.family})", []
+        return load_windows(settings.windows), []
     choice = choose_windows(facts.family, ranks)
-    return f"{choice.windows.source} ({choice.windows.family})", [choice.warning] if choice.warning else []
+    return choice.windows, [choice.warning] if choice.warning else []
 
 
 def _settings(settings: Settings) -> dict[str, dict[str, str]]:

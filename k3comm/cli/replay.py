@@ -6,6 +6,9 @@ Without one, the first 2,000 requests of the Azure code trace of 2023 are used, 
 Requests are admitted as they arrive; a forward takes one row for each request that is past its prompt, and prompt
 tokens of the others, oldest first. A forward of decode rows alone counts as decode in a CUDA graph, any other as an
 eager prefill. A forward of m rows takes A + B*m microseconds; idle time is skipped.
+
+Where the windows carry measured times (`k3comm tune`), what the tails would take is estimated from them: for each
+forward the chosen tier's time at its m, times the layers.
 """
 
 from __future__ import annotations
@@ -119,6 +122,15 @@ def run(arguments: argparse.Namespace) -> int:
     absent = [tier.name for tier in agreed.capacities if tally.forwards(tier) and not is_here(tier)]
     if absent:
         notes.append(f"not part of this version, so this is a machine to come: {', '.join(absent)}")
+    if used.windows.timings:
+        beyond = tally.beyond(used.windows)
+        if beyond:
+            notes.append(
+                f"{beyond} forwards have more or fewer tokens than were measured; their tails are extrapolated"
+            )
+        untimed = [tier.name for tier in tally.tiers() if tier not in used.windows.timings]
+        if untimed:
+            notes.append(f"the windows have no times of {', '.join(untimed)}")
     if arguments.plot:
         _plots.draw_replay(_figure(tally, trace, arguments, used.windows), arguments.plot)
         notes.append(f"drawn in {arguments.plot}")
@@ -162,6 +174,23 @@ class Tally:
     def tiers(self) -> list[Tier]:
         """The tiers that were chosen, best first."""
         return sorted({tier for tier, _, _ in self.counts})
+
+    def tail_time(self, windows: Windows[Tier], layers: int, tier: Tier | None = None) -> float | None:
+        """The estimated microseconds of all tails of those forwards; None if a time of a chosen tier is missing."""
+        total = 0.0
+        for (chosen, _, m), n in self._select(tier).items():
+            if chosen not in windows.timings:
+                return None
+            total += windows.timings[chosen].estimate(m) * n * layers
+        return total
+
+    def beyond(self, windows: Windows[Tier]) -> int:
+        """The number of forwards whose m lies outside what the chosen tier was measured with."""
+        return sum(
+            n
+            for (tier, _, m), n in self.counts.items()
+            if tier in windows.timings and not windows.timings[tier].covers(m)
+        )
 
     def _select(
         self, tier: Tier | None = None, decode: bool | None = None, first: int = 0, last: float = math.inf
@@ -226,11 +255,11 @@ def _show(
         f"at most {tally.most_decode_rows} decode rows in a forward",
         "",
     ]
-    tables = (_tier_table(tally, arguments.layers), _size_table(tally))
+    tables = (_tier_table(tally, arguments.layers, used.windows), _size_table(tally))
     _console.show(*lines, *tables, *(f"note: {note}" for note in notes))
 
 
-def _tier_table(tally: Tally, layers: int) -> _console.Table:
+def _tier_table(tally: Tally, layers: int, windows: Windows[Tier]) -> _console.Table:
     totals = (tally.forwards(), tally.tokens(), tally.time())
     rows: list[list[str | _console.Cell]] = []
     for tier in tally.tiers():
@@ -246,6 +275,7 @@ def _tier_table(tally: Tally, layers: int) -> _console.Table:
                 f"{forwards * layers:,}",
                 _percent(tally.time(tier), totals[2]),
                 f"{min(sizes)} / {_median(sizes)} / {max(sizes)}",
+                _tail_time(tally.tail_time(windows, layers, tier)),
             ]
         )
     sizes = tally.sizes()
@@ -259,12 +289,16 @@ def _tier_table(tally: Tally, layers: int) -> _console.Table:
             f"{totals[0] * layers:,}",
             "",
             f"{min(sizes)} / {_median(sizes)} / {max(sizes)}",
+            _tail_time(tally.tail_time(windows, layers)),
         ]
     )
+    columns = ["tier", ">forwards", ">share", ">tokens", ">share", ">layers", ">of time", ">m least / median / most"]
+    if windows.timings:
+        columns.append(">tails, est.")
     return _console.Table(
         title=f"By tier (layers: {layers} tails in each forward)",
-        columns=["tier", ">forwards", ">share", ">tokens", ">share", ">layers", ">of time", ">m least / median / most"],
-        rows=rows,
+        columns=columns,
+        rows=[row[: len(columns)] for row in rows],
     )
 
 
@@ -319,6 +353,7 @@ def _as_dict(
             "busy_seconds": tally.time() / 1e6,
             "seconds": tally.end / 1e6,
             "most_decode_rows": tally.most_decode_rows,
+            **_tail_seconds(tally, arguments.layers, windows),
         },
         "tiers": {
             tier.name: {
@@ -328,11 +363,22 @@ def _as_dict(
                 "layers": tally.forwards(tier) * arguments.layers,
                 "busy_seconds": tally.time(tier) / 1e6,
                 "forwards_by_tokens": {str(m): n for m, n in tally.sizes(tier).items()},
+                **_tail_seconds(tally, arguments.layers, windows, tier),
             }
             for tier in tally.tiers()
         },
         "notes": notes,
     }
+
+
+def _tail_seconds(
+    tally: Tally, layers: int, windows: Windows[Tier], tier: Tier | None = None
+) -> dict[str, float | None]:
+    """The estimated time of the tails, where the windows carry any times; null where one that is needed is missing."""
+    if not windows.timings:
+        return {}
+    estimate = tally.tail_time(windows, layers, tier)
+    return {"tail_seconds": None if estimate is None else estimate / 1e6}
 
 
 def _figure(tally: Tally, trace: Trace, arguments: argparse.Namespace, windows: Windows[Tier]) -> _plots.ReplayFigure:
@@ -348,6 +394,10 @@ def _figure(tally: Tally, trace: Trace, arguments: argparse.Namespace, windows: 
         },
         histogram={tier: tally.sizes(tier) for tier in tally.tiers()},
     )
+
+
+def _tail_time(microseconds: float | None) -> str:
+    return "-" if microseconds is None else _duration(microseconds)
 
 
 def _step_cost(text: str) -> StepCost:

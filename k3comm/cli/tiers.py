@@ -55,10 +55,9 @@ def run(arguments: argparse.Namespace) -> int:
     settings = Settings.from_env()
     facts = _facts(arguments.ranks, settings) if arguments.agreed is None else None
     used = _choice.windows_for(arguments, settings, facts.family if facts else "default")
-    # As a negotiation here would take them: the file's settings too, and none that nothing consumes.
+    # As a negotiation here would take them: the file's settings too.
     settings = settings.with_file(used.windows.settings, used.windows.source)
-    settings.check_served()
-    machine = None if facts is None else _Machine.of(facts, arguments.ranks, settings)
+    machine = None if facts is None else _Machine.of(facts, arguments.ranks, settings, used.windows)
     agreed = machine.agreement if machine else arguments.agreed
     why_not = machine.why_not if machine else {}
     notes = [*used.notes]
@@ -177,12 +176,12 @@ class _Machine:
     why_not: dict[Tier, str]
 
     @classmethod
-    def of(cls, facts: Facts, ranks: int, settings: Settings) -> _Machine:
+    def of(cls, facts: Facts, ranks: int, settings: Settings, windows: Windows[Tier]) -> _Machine:
         """Raises NegotiationError, as the vote would, if the tier that is asked for by name is not agreed."""
         from k3comm.negotiate.ballot import word
         from k3comm.tiers import plugins
 
-        present, proposal = plugins(), _kimi_k3(ranks, settings)
+        present, proposal = plugins(), _kimi_k3(ranks, settings, facts.device, windows)
         words = {tier: word(tier, present.get(tier), facts, proposal)[0] for tier in Tier}
         force = settings.force
         if isinstance(force, Tier) and not words[force]:
@@ -223,6 +222,13 @@ def _refusals_of_sharded(agreed: Agreement[Tier], ranks: int) -> dict[Tier, str]
     return {tier: why for tier, why in answers.items() if why is not None}
 
 
-def _kimi_k3(ranks: int, settings: Settings) -> Proposal:
+def _kimi_k3(ranks: int, settings: Settings, device: str = "cpu", windows: Windows[Tier] | None = None) -> Proposal:
     """What such ranks would vote on for Kimi-K3's shapes."""
-    return Proposal(spec=LatentMoESpec.kimi_k3(), layout=ParallelLayout(tp=ranks), settings=settings, world_size=ranks)
+    return Proposal(
+        spec=LatentMoESpec.kimi_k3(),
+        layout=ParallelLayout(tp=ranks),
+        settings=settings,
+        world_size=ranks,
+        device=device,
+        windows=windows,
+    )

@@ -64,7 +64,7 @@ def prepare_local(
     backends: dict[str, str],
     world_size: int,
     name: str,
-    new_memory: Callable[[], SymmetricMemory],
+    new_memory: Callable[[torch.device], SymmetricMemory],
 ) -> Local:
     """Validates, reads the environment and the windows, looks at this rank, allocates. Talks to nobody.
 
@@ -105,7 +105,6 @@ def prepare_local(
         else WindowsChoice(load_windows(settings.windows))
     )
     settings = settings.with_file(choice.windows.settings, choice.windows.source)
-    settings.check_served()
     check_folder(settings.record)
     proposal = Proposal(
         spec=spec,
@@ -115,9 +114,11 @@ def prepare_local(
         lanes=lanes,
         world_size=world_size,
         name=name,
+        device=device.type,
+        windows=choice.windows,
     )
     blocks = plan_blocks(proposal)
-    memories, refusals = _allocate(blocks, facts, new_memory)
+    memories, refusals = _allocate(blocks, facts, lambda: new_memory(device))
     unallocated = {tier: refusals[place.block] for tier, place in blocks.places.items() if place.block in refusals}
     return Local(
         facts=facts,
@@ -136,7 +137,7 @@ def _allocate(
     """This rank's part of each block, and why others can't be had: the vote then refuses the tiers that need them."""
     memories: dict[Block, SymmetricMemory] = {}
     refusals: dict[Block, Verdict] = {}
-    if facts.device != "cpu" or not facts.host_memory:
+    if facts.device == "cpu" and not facts.host_memory:
         return memories, refusals
     for block, nbytes in blocks.nbytes.items():
         memory = new_memory()

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 
 import attrs
 
-from k3comm.buffers.symmetric import Block
+from k3comm.buffers.symmetric import Block, BufferRequest
 from k3comm.facts import Reason
 from k3comm.operations import Proposal
 from k3comm.settings import Settings
@@ -62,11 +62,14 @@ def plan_blocks(proposal: Proposal) -> BlockPlan:
     ends = dict.fromkeys(Block, 0)
     if proposal.world_size == 1 or not proposal.layout.equal_tokens:
         return BlockPlan({})
+    together: dict[tuple[Block, str], dict[Tier, BufferRequest]] = {}
     for tier, plugin in plugins().items():
         request = plugin.footprint(proposal)
-        if request is None or excluded(tier, plugin, proposal.settings) is not None:
-            continue
-        offset = -(-ends[request.block] // request.alignment) * request.alignment
-        places[tier] = Place(request.block, offset, request.nbytes)
-        ends[request.block] = offset + request.nbytes
+        if request is not None and excluded(tier, plugin, proposal.settings) is None:
+            together.setdefault((request.block, request.shared or tier.name), {})[tier] = request
+    for (block, _), requests in together.items():
+        alignment = max(request.alignment for request in requests.values())
+        offset = -(-ends[block] // alignment) * alignment
+        places |= {tier: Place(block, offset, request.nbytes) for tier, request in requests.items()}
+        ends[block] = offset + max(request.nbytes for request in requests.values())
     return BlockPlan(places)

@@ -90,9 +90,10 @@ def _peer(
         yield Verdict.no(Reason.CAPABILITY, capability[0] * 10 + capability[1])
     yield from _unknown(facts, "operators")
     yield from _operator(facts, OPERATORS[0])
-    yield from _unknown(facts, "nvlinks")
-    if not facts.nvlinks:
-        yield Verdict.no(Reason.NO_NVLINK)
+    if not proposal.settings.allow_shared_device:  # ranks of one GPU need no link between GPUs
+        yield from _unknown(facts, "nvlinks")
+        if not facts.nvlinks:
+            yield Verdict.no(Reason.NO_NVLINK)
     # Bridges and switches of other kinds have no fabric, which is no obstacle; one that is not up is.
     if isinstance(facts.fabric, Fabric) and facts.fabric.state is not FabricState.NOT_SUPPORTED:
         yield from _fabric(facts)

@@ -41,6 +41,7 @@ class TierContext:
         rank, world_size: place in the group, and its size W.
         device: where tensors live.
         dtype: torch's name of the spec's dtype.
+        proposal: what was voted on, by which `footprint` sized the memory.
         lanes: micro-batches in flight.
         memory, offset: the mapped block that holds what the tier's `footprint` asked for, and where in every rank's
             block it starts; None and 0 for a tier without footprint.
@@ -60,6 +61,7 @@ class TierContext:
     offset: int = 0
     establish: Callable[[int], SymmetricMemory | str] | None = None
     missing: Callable[[], tuple[int, ...]] | None = None
+    proposal: Proposal | None = None
 
 
 @attrs.frozen(kw_only=True, eq=False)

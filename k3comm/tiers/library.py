@@ -148,7 +148,7 @@ class LibraryTier(TailTier):
         self._collectives = Collectives(context)
 
     def self_check(self, context: TierContext) -> Verdict:
-        return check_sums(self, context, context.world_size + 1)
+        return check_sums(self, context, min(context.world_size + 1, context.spec.max_tokens))
 
     def lane(self, plan: Plan) -> Tensor | None:
         return None
@@ -163,6 +163,11 @@ class LibraryTier(TailTier):
     @abstractmethod
     def _tail(self, call: TailCall) -> Tensor:
         """The result without the next norm."""
+
+    @property
+    def _group_name(self) -> str:
+        """torch's name of the group; "" without one."""
+        return "" if self._context.group is None else str(self._context.group.group_name)
 
     @property
     def _rank(self) -> int:

@@ -1,7 +1,8 @@
-"""PEER_AR: both partials staged where every rank can read them, and a two-shot all-reduce over those buffers.
+"""PEER_AR: both partials staged where every rank can reach them, and a two-shot all-reduce over those buffers.
 
-Each rank sums its 1/W of the elements over all ranks' buffers, in rank order in fp32 with one rounding, then reads the
-other ranks' parts. On host memory three barriers order it: all have staged, all have summed, all have read.
+Each rank sums its 1/W of the elements over all ranks' buffers. On GPUs torch's operator does it in place over peer
+pointers, and its own barriers order it. On host memory the sums are made here, in rank order in fp32 with one rounding;
+then each rank reads the others' parts, and three barriers order it: all have staged, all have summed, all have read.
 """
 
 from __future__ import annotations
@@ -11,112 +12,52 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from k3comm.buffers.staging import Slot, StagingLayout, StagingPool, staging_bytes
-from k3comm.buffers.symmetric import Block, BufferRequest
+from k3comm.buffers.cuda import two_shot_all_reduce_
 from k3comm.facts import Facts, Reason, Verdict
-from k3comm.operations import Proposal, TailArguments
-from k3comm.spec import LatentMoESpec
+from k3comm.operations import Proposal
+from k3comm.tiers.device import peer_verdict
 from k3comm.tiers.host import host_verdict
-from k3comm.tiers.interface import TailCall, TierContext
-from k3comm.tiers.library import LibraryTier
-from k3comm.tiers.tier import Numerics, Tier
-
-FIRST_ROWS = 256
-"""Rows that the buffers hold at first: what the host's windows ask for. `Communicator.reserve` makes more."""
+from k3comm.tiers.interface import TailCall
+from k3comm.tiers.staged import PARTIALS, StagedTier, first_rows
+from k3comm.tiers.tier import Tier
 
 
-def _rows(spec: LatentMoESpec) -> int:
-    return min(spec.max_tokens, FIRST_ROWS)
-
-
-def _slots(spec: LatentMoESpec) -> tuple[Slot, ...]:
-    return Slot("routed", spec.latent_size, spec.dtype), Slot("shared", spec.hidden_size, spec.dtype)
-
-
-class Plugin(LibraryTier):
-    """Two staged partials, two-shot over peers."""
+class Plugin(StagedTier):
+    """Two-shot over peers."""
 
     name: ClassVar[Tier] = Tier.PEER_AR
-    numerics: ClassVar[Numerics] = Numerics.K2
-    transports: ClassVar[frozenset[str]] = frozenset({"host"})
-
-    _pool: StagingPool
+    transports: ClassVar[frozenset[str]] = frozenset({"host", "peer"})
 
     @classmethod
     def verdict(cls, facts: Facts, proposal: Proposal) -> tuple[Verdict, Verdict]:
-        return host_verdict(facts, proposal.spec, _rows(proposal.spec)), Verdict.no(Reason.ACROSS_HOSTS)
+        rows = first_rows(proposal)
+        if facts.device != "cpu":
+            return peer_verdict(facts, proposal, rows)
+        if proposal.settings.transport not in ("auto", "host"):
+            return Verdict.no(Reason.TRANSPORT), Verdict.no(Reason.TRANSPORT)
+        return host_verdict(facts, proposal.spec, rows), Verdict.no(Reason.ACROSS_HOSTS)
 
-    @classmethod
-    def footprint(cls, proposal: Proposal) -> BufferRequest | None:
-        spec = proposal.spec
-        return BufferRequest(
-            block=Block.STAGING,
-            nbytes=staging_bytes(_slots(spec), _rows(spec), proposal.world_size, proposal.lanes),
-            alignment=128,
-        )
+    def _reduced(self, flat: Tensor, call: TailCall) -> Tensor:
+        if self._context.device.type == "cpu":
+            return self._on_host(flat.numel(), call)
+        two_shot_all_reduce_(flat, self._group_name)
+        return flat
 
-    @classmethod
-    def refusal(cls, arguments: TailArguments, proposal: Proposal) -> str | None:
-        return "its sums are rounded to BF16, so it is not precise" if arguments.precise else None
-
-    def prepare(self, context: TierContext) -> None:
-        super().prepare(context)
-        if context.memory is None or context.establish is None:
-            raise LookupError("PEER_AR was given no memory")
-        layout = StagingLayout(
-            slots=_slots(context.spec),
-            rows=_rows(context.spec),
-            world_size=context.world_size,
-            lanes=context.lanes,
-        )
-        self._pool = StagingPool(
-            context.memory,
-            layout,
-            ceiling=context.spec.max_tokens,
-            grow=context.establish,
-            offset=context.offset,
-            poll_deadline=context.settings.poll_deadline,
-        )
-
-    def reserve(self, rows: int) -> int:
-        """Makes room for `rows` rows. Collective."""
-        # Past max_tokens too buffers double, or asking for one row more each time would retire one each time.
-        if rows > self._pool.ceiling:
-            self._pool.ceiling = 2 * rows
-        self._pool.reserve(rows)
-        return self._pool.rows
-
-    def rearm(self) -> None:
-        self._pool.rearm()
-
-    def close(self) -> None:
-        self._pool.close()
-
-    def memory(self) -> dict[str, int]:
-        return {"staging": self._pool.nbytes, "staging, retired": self._pool.retired_bytes}
-
-    def _tail(self, call: TailCall) -> Tensor:
-        parts = {"routed": call.routed, "shared": call.shared}
-        for name, partial in parts.items():
-            self._pool.stage(name, partial, lane=call.lane)
+    def _on_host(self, elements: int, call: TailCall) -> Tensor:
         where = f"layer {call.layer}, lane {call.lane}"
         self._pool.barrier(f"staged, {where}", lane=call.lane)
-        rows = call.routed.shape[0]
-        buffers = {name: [whole.view(-1) for whole in self._pool.peers(name, rows, lane=call.lane)] for name in parts}
-        for flat in buffers.values():
-            own = self._share(flat[0].numel(), self._rank)
-            # Nobody else reads this part of this rank's buffer before the barrier, so it takes the sum.
-            total = flat[0][own].to(torch.float32, copy=True)
-            for peer in flat[1:]:
-                total += peer[own]
-            flat[self._rank][own].copy_(total)
+        peers = self._pool.peers(PARTIALS, call.routed.shape[0], lane=call.lane)
+        flat = [whole.view(-1)[:elements] for whole in peers]
+        own = self._share(elements, self._rank)
+        # Nobody else reads this part of this rank's buffer before the barrier, so it takes the sum.
+        total = flat[0][own].to(torch.float32, copy=True)
+        for peer in flat[1:]:
+            total += peer[own]
+        flat[self._rank][own].copy_(total)
         self._pool.barrier(f"summed, {where}", lane=call.lane)
-        latent, shared = (
-            torch.cat([peer[self._share(peer.numel(), rank)] for rank, peer in enumerate(flat)]).view(rows, -1)
-            for flat in buffers.values()
-        )
+        sums = torch.cat([peer[self._share(elements, rank)] for rank, peer in enumerate(flat)])
         self._pool.barrier(f"read, {where}", lane=call.lane)
-        return self._finish_sums(latent, shared, call)
+        return sums
 
     def _share(self, elements: int, rank: int) -> slice:
         """A rank's part of so many elements."""

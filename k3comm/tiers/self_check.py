@@ -109,4 +109,5 @@ def _one_each(context: TierContext) -> Tensor:
     rows, latent = context.spec.hidden_size // context.world_size, context.spec.latent_size
     place = rows * context.rank + torch.arange(rows + latent - 1, device=context.device)
     line = (place % latent == 0).to(context.dtype)
-    return line.as_strided((rows, latent), (1, 1))
+    weight = line.as_strided((rows, latent), (1, 1))
+    return weight if context.device.type == "cpu" else weight.contiguous()  # kernels want rows at multiples of 16 bytes

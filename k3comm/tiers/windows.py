@@ -15,6 +15,13 @@ A file looks like this; every row is optional, but SEPARATE_REDUCE (the enum's l
     [settings]               # suggestions; arguments and the environment win
     poll_deadline = 10
 
+    [measured]               # what `k3comm tune` says about the run that the ranges come from; texts, for readers
+    date = "2026-01-31T12:00:00+00:00"
+
+    [timings.TAIL_FUSION]    # of that run: microseconds of one call by number of tokens; chooses nothing
+    tokens = [1, 16]
+    us = [8.2, 10.1]
+
 Admission and preference are apart: whether a tier *can* run is voted on (`k3comm.negotiate`), whether it is *worth* it
 is written here. A tier without a row is never chosen, only forced.
 """
@@ -22,9 +29,12 @@ is written here. A tier without a row is never chosen, only forced.
 from __future__ import annotations
 
 import copy
+import json
+import math
 import os
 import re
 import tomllib
+from bisect import bisect_left
 from collections.abc import Iterable, Mapping
 from enum import Enum, IntEnum, unique
 from functools import cache
@@ -133,6 +143,41 @@ class Window:
 
 
 @attrs.frozen(kw_only=True)
+class Timings:
+    """Measured times of one tier: `us[i]` microseconds for one call of `tokens[i]` rows, ascending."""
+
+    tokens: tuple[int, ...]
+    us: tuple[float, ...]
+
+    def __attrs_post_init__(self) -> None:
+        if not self.tokens or len(self.tokens) != len(self.us):
+            raise WindowsError(f"{len(self.tokens)} tokens and {len(self.us)} us given; accepted are as many, from 1")
+        for before, after in zip((0, *self.tokens), self.tokens, strict=False):
+            if after <= before:
+                raise WindowsError(f"tokens {list(self.tokens)}: accepted are ascending whole numbers from 1")
+        for us in self.us:
+            if not 0 < us < math.inf:
+                raise WindowsError(f"us {us!r}: accepted are finite numbers above 0")
+
+    def estimate(self, num_tokens: int) -> float:
+        """Microseconds of a call: on the straight line between two measured sizes.
+
+        Below the smallest one its time, beyond the largest its time per row.
+        """
+        place = bisect_left(self.tokens, num_tokens)
+        if place == len(self.tokens):
+            return self.us[-1] * num_tokens / self.tokens[-1]
+        if place == 0:
+            return self.us[0]
+        (before, after), (low, high) = self.tokens[place - 1 : place + 1], self.us[place - 1 : place + 1]
+        return low + (high - low) * (num_tokens - before) / (after - before)
+
+    def covers(self, num_tokens: int) -> bool:
+        """Whether `num_tokens` lies between the smallest and the largest measured size."""
+        return self.tokens[0] <= num_tokens <= self.tokens[-1]
+
+
+@attrs.frozen(kw_only=True)
 class Windows(Generic[T]):
     """A table of windows for the members of one tier enum.
 
@@ -143,6 +188,8 @@ class Windows(Generic[T]):
         world_size: the number of ranks it was measured with; 0 for any.
         provenance: where the numbers come from.
         settings: settings that the file suggests (`k3comm.Settings.with_file` validates them).
+        measured: texts about the run that the rows come from, by key.
+        timings: times that were measured, by tier. They choose nothing and are not voted on.
         source: the file, for reports.
     """
 
@@ -152,6 +199,8 @@ class Windows(Generic[T]):
     world_size: int = 0
     provenance: str = ""
     settings: Mapping[str, Any] = attrs.field(factory=dict, converter=by_key, hash=False)
+    measured: Mapping[str, str] = attrs.field(factory=dict, converter=by_key, hash=False)
+    timings: Mapping[T, Timings] = attrs.field(factory=dict, converter=by_key, hash=False)
     source: str = ""
 
     def __attrs_post_init__(self) -> None:
@@ -179,7 +228,8 @@ def parse_windows(document: Mapping[str, Any], tiers: type[T], source: str = "")
         WindowsError: naming the file, the place in it, what stands there and what is accepted.
     """
     at = source or "windows"
-    _known(document, {"schema", "family", "world_size", "provenance", "settings", "tiers"}, at)
+    accepted = {"schema", "family", "world_size", "provenance", "settings", "measured", "timings", "tiers"}
+    _known(document, accepted, at)
     if type(document.get("schema")) is not int or document["schema"] != SCHEMA:
         raise WindowsError(f"{at}: schema: {document.get('schema')!r} given; this version reads {SCHEMA}")
     family = _typed(document, "family", str, "default", at)
@@ -188,14 +238,15 @@ def parse_windows(document: Mapping[str, Any], tiers: type[T], source: str = "")
     settings = _typed(document, "settings", dict, {}, at)
     if world_size < 0:
         raise WindowsError(f"{at}: world_size: {world_size} given; accepted are whole numbers from 0 (any)")
+    measured = _typed(document, "measured", dict, {}, at)
+    for name in measured:
+        _typed(measured, name, str, "", f"{at}: [measured]")
     rows: dict[T, Window] = {}
-    for name, row in _typed(document, "tiers", dict, {}, at).items():
-        place = f"{at}: [tiers.{name}]"
-        if name not in tiers.__members__:
-            raise WindowsError(f"{place}: no such tier; accepted are {', '.join(tiers.__members__)}")
-        if not isinstance(row, dict):
-            raise WindowsError(f"{place}: {row!r} given; accepted is a table")
+    for name, place, row in _tables(document, "tiers", tiers, at):
         rows[tiers[name]] = _window(row, place)
+    timings: dict[T, Timings] = {}
+    for name, place, row in _tables(document, "timings", tiers, at):
+        timings[tiers[name]] = _timings(row, place)
     try:
         return Windows(
             tiers=tiers,
@@ -204,6 +255,8 @@ def parse_windows(document: Mapping[str, Any], tiers: type[T], source: str = "")
             world_size=world_size,
             provenance=provenance,
             settings=settings,
+            measured=measured,
+            timings=timings,
             source=source,
         )
     except WindowsError as error:
@@ -222,6 +275,38 @@ def load_windows(path: str | os.PathLike[str], tiers: type[T] | None = None) -> 
     except (OSError, ValueError, RecursionError) as error:
         raise WindowsError(f"{path}: can't be read as TOML: {error}") from None
     return parse_windows(document, tiers or Tier, str(path))  # type: ignore[arg-type]
+
+
+def windows_toml(windows: Windows[Any]) -> str:
+    """The file that holds a table: `parse_windows` of it gives the table again, but for `source`."""
+    lines = [f"schema = {SCHEMA}", f"family = {_toml(windows.family)}", f"world_size = {windows.world_size}"]
+    lines.append(f"provenance = {_toml(windows.provenance)}")
+    for title, texts in (("settings", windows.settings), ("measured", windows.measured)):
+        if texts:
+            lines += ["", f"[{title}]", *(f"{_key(name)} = {_toml(value)}" for name, value in texts.items())]
+    for tier, row in windows.rows.items():
+        lines += ["", f"[tiers.{tier.name}]", f"tokens = {_toml([str(tokens) for tokens in row.tokens])}"]
+        for name, rule in (("graph", row.graph), ("decode", row.decode)):
+            if rule is not Phase.ANY:
+                lines.append(f"{name} = {_toml(rule.value)}")
+    for tier, times in windows.timings.items():
+        lines += ["", f"[timings.{tier.name}]", f"tokens = {_toml(times.tokens)}", f"us = {_toml(times.us)}"]
+    return "\n".join([*lines, ""])
+
+
+def _key(name: str) -> str:
+    return name if re.fullmatch(r"[A-Za-z0-9_-]+", name) else _toml(name)
+
+
+def _toml(value: Any) -> str:
+    """A value as TOML. Its strings are JSON's, but that JSON leaves DEL as it is; its floats are Python's."""
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(map(_toml, value))}]"
+    if type(value) is float:
+        return repr(value)
+    if type(value) not in (str, bool, int):
+        raise WindowsError(f"{value!r} given; accepted are texts, numbers, booleans and arrays of them")
+    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
 @cache
@@ -283,6 +368,34 @@ def _window(row: Mapping[str, Any], place: str) -> Window:
         return Window(tokens=ranges, **rules)
     except WindowsError as error:
         raise WindowsError(f"{place}: tokens: {error}") from None
+
+
+def _tables(
+    document: Mapping[str, Any], key: str, tiers: type[T], at: str
+) -> Iterable[tuple[str, str, Mapping[str, Any]]]:
+    """The tables under `key`, each with the tier's name and its place in the file."""
+    for name, row in _typed(document, key, dict, {}, at).items():
+        place = f"{at}: [{key}.{name}]"
+        if name not in tiers.__members__:
+            raise WindowsError(f"{place}: no such tier; accepted are {', '.join(tiers.__members__)}")
+        if not isinstance(row, dict):
+            raise WindowsError(f"{place}: {row!r} given; accepted is a table")
+        yield name, place, row
+
+
+def _timings(row: Mapping[str, Any], place: str) -> Timings:
+    _known(row, {"tokens", "us"}, place)
+    tokens, us = _typed(row, "tokens", list, [], place), _typed(row, "us", list, [], place)
+    for one in tokens:
+        if type(one) is not int:
+            raise WindowsError(f"{place}: tokens: {one!r} given; accepted are whole numbers")
+    for number in us:
+        if type(number) not in (int, float):
+            raise WindowsError(f"{place}: us: {number!r} given; accepted are numbers")
+    try:
+        return Timings(tokens=tuple(tokens), us=tuple(map(float, us)))
+    except (WindowsError, OverflowError) as error:
+        raise WindowsError(f"{place}: {error}") from None
 
 
 def _known(table: Mapping[str, Any], accepted: set[str], place: str) -> None:

@@ -236,6 +236,12 @@ _RANKS = pytest.StashKey[Ranks]()
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Where the tensors are."""
     parser.addoption(
+        "--shared-gpu",
+        action="store_true",
+        help="tensors on GPUs that several ranks may share, gloo for collectives; torch's symmetric memory allows it, "
+        "without multicast",
+    )
+    parser.addoption(
         "--nccl", action="store_true", help="a GPU and NCCL for every rank (test_tiers.py), else CPU and gloo"
     )
 
@@ -282,10 +288,14 @@ def _process_group(request: pytest.FixtureRequest) -> Generator[None]:
     nccl = request.config.getoption("--nccl")
     if not nccl:  # NCCL's waits return at once, and those with a limit block the host
         _look_again_while_waiting()
+    shared_gpu = request.config.getoption("--shared-gpu")
+    if shared_gpu:
+        os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
     if nccl:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group(
-        "cpu:gloo,cuda:nccl" if nccl else "gloo",
+        "cpu:gloo,cuda:nccl" if nccl else "cpu:gloo,cuda:gloo" if shared_gpu else "gloo",
         store=dist.PrefixStore("default-group", ranks.store),
         rank=ranks.rank,
         world_size=ranks.size,
@@ -308,6 +318,14 @@ def rank(request: pytest.FixtureRequest) -> int:
 def world_size(request: pytest.FixtureRequest) -> int:
     """The number of ranks."""
     return request.config.stash[_RANKS].size
+
+
+@pytest.fixture
+def gpu(request: pytest.FixtureRequest, skip_all_unless: Callable[[bool, str], None]) -> torch.device:
+    """This rank's GPU; skips on all ranks where the session has none."""
+    option = request.config.getoption
+    skip_all_unless(option("--nccl") or option("--shared-gpu"), "needs --nccl (a GPU a rank) or --shared-gpu")
+    return torch.device("cuda", torch.cuda.current_device())
 
 
 @pytest.fixture

@@ -141,14 +141,6 @@ def test_bad_arguments_travel_in_the_vote(
     assert f"{who} can't take part: SettingsError: K3COMM_FORCE (force): no tier is called 'fastest'" in text
 
 
-def test_a_setting_that_nothing_consumes_is_refused() -> None:
-    settings = Settings(pdl=False)
-    text = refused_alike(
-        k3comm.NegotiationError, lambda: Communicator.negotiate(SPEC, dist.group.WORLD, settings=settings)
-    )
-    assert "pdl (argument): nothing in this version consumes it" in text
-
-
 def test_a_refusing_rank_is_named_and_nobody_uses_the_tier(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
     if rank == 1:
         from k3comm.facts import Reason
@@ -195,9 +187,9 @@ def test_a_forced_tier_is_used_or_refused_everywhere(rank: int) -> None:
         assert precise.plan(1, output="rows").tier is Tier.COLUMN_PARALLEL
     text = refused_alike(
         k3comm.NegotiationError,
-        lambda: Communicator.negotiate(SPEC, dist.group.WORLD, settings=Settings(force=Tier.MULTIMEM_AR)),
+        lambda: Communicator.negotiate(SPEC, dist.group.WORLD, settings=Settings(force=Tier.MNNVL_CUTEDSL)),
     )
-    assert "force: MULTIMEM_AR is asked for by name and not agreed; not part of this version" in text
+    assert "force: MNNVL_CUTEDSL is asked for by name and not agreed; not part of this version" in text
 
 
 def test_a_disabled_tier_is_never_used() -> None:

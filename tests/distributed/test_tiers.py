@@ -341,7 +341,7 @@ def test_no_rows_talk_to_nobody(comm: k3comm.Communicator, monkeypatch: pytest.M
     monkeypatch.setattr("k3comm.tiers.library._all_gather", refuse)
     monkeypatch.setattr("k3comm.tiers.library.Collectives._finish", refuse)
     monkeypatch.setattr("k3comm.buffers.mailbox.MailboxLane.begin", refuse)
-    monkeypatch.setattr("k3comm.buffers.staging.StagingPool.stage", refuse)
+    monkeypatch.setattr("k3comm.buffers.staging.StagingPool.view", refuse)
     case = random_case(comm, 1)
     tail = handle(comm, case)
     for tier in comm.agreement.capacities:

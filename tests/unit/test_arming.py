@@ -14,7 +14,8 @@ from k3comm.tiers.interface import TailTier, TierContext
 
 SPEC = LatentMoESpec(hidden_size=48, latent_size=16, top_k=1)
 W = 3
-ALL = set(plugins())
+ALL = {tier for tier, plugin in plugins().items() if plugin.transports & {"host", "library"}}
+"""Those that a machine without a GPU has."""
 Check = Callable[[TailTier, TierContext], Verdict]
 
 

@@ -32,7 +32,7 @@ ROWS = Variant(Tier.SEQUENCE_PARALLEL, False, Numerics.K1)
 @pytest.mark.parametrize(
     ("arguments", "ranks", "agreed"),
     [
-        ((), 2, set(plugins())),
+        ((), 2, set(plugins()) - {Tier.MULTIMEM_AR}),
         (("--dtype", "float32", "--seed", "5"), 3, {Tier.SEQUENCE_PARALLEL, Tier.FUSED_LANE_AR, max(Tier)}),
         ((), 1, {max(Tier)}),
     ],

@@ -335,7 +335,7 @@ def test_alone(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPat
     assert found["facts"][0]["device"] == "cpu"
     assert cli.main(["doctor", "--device", "cpu", "--require", "MULTIMEM_AR"]) == 1
     out = capsys.readouterr().out
-    assert "MISSING MULTIMEM_AR is required: not part of this version" in out
+    assert "MISSING MULTIMEM_AR is required: it needs a GPU" in out
     assert out.endswith("not well: exit code 1\n")
 
 

@@ -67,7 +67,6 @@ def test_a_small_trace(small: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert shown["trace"] == {"source": small, "citation": None, "requests": 3, "seconds": 9.0}
     assert shown["notes"] == [
         "agreed but never chosen here: SEPARATE_REDUCE",
-        "not part of this version, so this is a machine to come: MULTIMEM_AR",
     ]
 
 

@@ -34,18 +34,21 @@ STAGED, MAILBOX = 256, 64
 """Rows that a staging buffer holds, and a mailbox."""
 
 
-def proposal(world_size: int) -> Proposal:
+def proposal(ranks: Sequence[Facts]) -> Proposal:
+    world_size = len(ranks)
     return Proposal(
         spec=LatentMoESpec.kimi_k3(),
         layout=ParallelLayout(tp=world_size),
         settings=Settings(),
         world_size=world_size,
+        device=ranks[0].device,
+        windows=choose_windows(ranks[0].family, world_size).windows,
     )
 
 
 def votes(ranks: Sequence[Facts]) -> list[Ballot]:
     """The ballots of the tiers as they are; a block that exceeds the free memory could not be had."""
-    asked = proposal(len(ranks))
+    asked = proposal(ranks)
     blocks = plan_blocks(asked)
     found = []
     for facts in ranks:
@@ -61,7 +64,7 @@ def votes(ranks: Sequence[Facts]) -> list[Ballot]:
 
 def device_words(facts: Facts, world_size: int) -> Mapping[Tier, tuple[Verdict, Verdict]]:
     """What tiers over device memory say of a rank: the fused tail over either transport, the others over theirs."""
-    asked, block = proposal(world_size), 64 << 20
+    asked, block = proposal([facts] * world_size), 64 << 20
     return {
         Tier.TAIL_FUSION: either(
             multicast_verdict(facts, asked, MAILBOX, nbytes=block), peer_verdict(facts, asked, MAILBOX, nbytes=block)

@@ -42,7 +42,7 @@ LAYERS = (
     ("cli", "__main__"),
 )
 
-PENDING = {Tier.MNNVL_CUTEDSL, Tier.MULTIMEM_AR}
+PENDING = {Tier.MNNVL_CUTEDSL}
 """Tiers that are named, and have windows, but are not there yet. The list shrinks as they come."""
 
 NAMED_ELSEWHERE = {"moe_tail.py": {"SEPARATE_REDUCE"}}
@@ -59,6 +59,7 @@ PUBLIC = [
     "Facts",
     "InputError",
     "K3CommError",
+    "KernelError",
     "LatentMoESpec",
     "MoETail",
     "MoETailOp",
@@ -68,6 +69,7 @@ PUBLIC = [
     "PeerTimeoutError",
     "Plan",
     "PlanError",
+    "RendezvousError",
     "RouteExchangeOp",
     "Settings",
     "SettingsError",

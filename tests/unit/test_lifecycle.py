@@ -359,9 +359,7 @@ def test_groups_of_one_job_do_not_mix() -> None:
 
 def addresses(comm: Communicator) -> list[int]:
     lanes, staging = comm._tiers[Tier.TAIL_FUSION]._pool.lanes, comm._tiers[Tier.PEER_AR]._pool
-    return [lane.counters.ctypes.data for lane in lanes] + [
-        view.data_ptr() for name in ("routed", "shared") for view in staging.peers(name, 1)
-    ]
+    return [lane.counters.ctypes.data for lane in lanes] + [view.data_ptr() for view in staging.peers("partials", 1)]
 
 
 def states(comm: Communicator) -> list[object]:

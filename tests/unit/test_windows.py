@@ -329,7 +329,7 @@ def test_a_choice_needs_a_default() -> None:
 
 
 def test_unknown_key() -> None:
-    accepted = "accepted are family, provenance, schema, settings, tiers, world_size"
+    accepted = "accepted are family, measured, provenance, schema, settings, tiers, timings, world_size"
     assert refusal({"schema": 1, "worldsize": 2}) == f"mine.toml: worldsize: no such key; {accepted}"
 
 

@@ -1,0 +1,263 @@
+"""Times every agreed tier, and what else one would write with NCCL and cuBLAS, over the ranks that torchrun started.
+
+    torchrun --standalone --nproc-per-node 2 -m k3comm bench
+
+On GPUs each figure is from CUDA graph replays, on CPU from the host's clock. Each arm's result is held against float64
+first, then all arms are timed in alternating order; a figure is the median over the repetitions of the slowest rank's
+median. "chained" is a call that follows another layer's, "isolated" one that follows an ordinary kernel which leaves
+nothing in the caches. The weights are other ones in each layer. How often an arm's own tier or collective really ran is
+counted; the exit code is 1 if an arm was wrong or did not run what it says.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, cast
+
+from k3comm.cli import _bench_plot, _choice, _console, _plots
+from k3comm.cli._results import ENOUGH_LAYERS, ENOUGH_REPEATS, ENOUGH_REPLAYS, Results, write_atomically
+from k3comm.errors import InputError
+from k3comm.spec import DTYPES, LatentMoESpec
+from k3comm.tiers import Tier
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+HELP = "every tier's time beside its rivals', under torchrun"
+
+PRESETS = {"kimi-k3": LatentMoESpec.kimi_k3()}
+PRESET = "kimi-k3"
+GPU_ROWS = (1, 2, 4, 8, 16, 32, 64, 256, 1024, 4096, 8192)
+CPU_ROWS = (1, 4, 16, 64, 256)
+CPU_REPLAYS = 10
+SEED = 1
+DEVICES = ("auto", "cpu", "cuda")
+CENSUS_LINES = 12
+"""Names of a census that are shown."""
+
+EPILOG = """examples:
+  torchrun --standalone --nproc-per-node 2 -m k3comm bench --json bench.json --plot bench.png
+  torchrun --standalone --nproc-per-node 4 -m k3comm bench --device cpu --hidden 512 --latent 256 --rows 1,16,256
+"""
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Adds the arguments of `bench`."""
+    parser.epilog = EPILOG
+    add_arguments(parser)
+    parser.add_argument("--json", metavar="FILE", help="write all figures there, for `k3comm tune` (default: nowhere)")
+    parser.add_argument("--plot", metavar="FILE.png", help="draw times by number of rows (needs matplotlib)")
+
+
+def add_arguments(parser: argparse._ActionsContainer) -> None:
+    """The arguments that say what to measure."""
+    parser.add_argument("--preset", choices=PRESETS, default=PRESET, help="the layer (default: %(default)s)")
+    for name, letter in (("--hidden", "H"), ("--latent", "L")):
+        parser.add_argument(
+            name, type=_choice.whole(1), metavar=letter, help=f"{name[2:]} width (default: the preset's)"
+        )
+    parser.add_argument("--dtype", choices=DTYPES, default=PRESETS[PRESET].dtype, help="(default: %(default)s)")
+    parser.add_argument(
+        "--rows",
+        type=_rows,
+        metavar="M,...",
+        help=f"numbers of rows (default: {','.join(map(str, GPU_ROWS))} on GPUs, "
+        f"{','.join(map(str, CPU_ROWS))} on CPU)",
+    )
+    parser.add_argument("--tiers", type=_tiers, metavar="TIER,...", help="tiers to measure (default: every agreed one)")
+    parser.add_argument("--no-rivals", action="store_true", help="measure tiers alone (default: rivals too)")
+    parser.add_argument(
+        "--repeats",
+        type=_choice.whole(1),
+        default=ENOUGH_REPEATS,
+        metavar="N",
+        help="repetitions (default: %(default)s; fewer make a short run)",
+    )
+    parser.add_argument(
+        "--replays",
+        type=_choice.whole(1),
+        metavar="N",
+        help=f"passes through the layers in a repetition (default: {ENOUGH_REPLAYS} on GPUs; {CPU_REPLAYS} on CPU, "
+        f"which is a short run, as is all below {ENOUGH_REPLAYS})",
+    )
+    parser.add_argument(
+        "--layers",
+        type=_choice.whole(1),
+        default=ENOUGH_LAYERS,
+        metavar="N",
+        help="layers, each with weights of its own (default: %(default)s; fewer make a short run)",
+    )
+    parser.add_argument(
+        "--device", choices=DEVICES, default="auto", help="where tensors live (default: %(default)s, a GPU if any)"
+    )
+    parser.add_argument(
+        "--census", action="store_true", help="count what runs in a pass, by torch.profiler (default: not)"
+    )
+    parser.add_argument("--seed", type=_choice.whole(0), default=SEED, metavar="N", help="(default: %(default)s)")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Measures, and shows it on rank 0."""
+    if arguments.plot is not None:
+        _plots.check(arguments.plot)
+    if arguments.json is not None and not Path(arguments.json).parent.is_dir():
+        raise InputError(f"--json: {arguments.json!r} given; there is no folder {str(Path(arguments.json).parent)!r}")
+    with job(arguments) as (group, first):
+        results = measured(arguments, group)
+        if first:
+            if arguments.json is not None:
+                write_atomically(arguments.json, json.dumps(results.to_dict(), indent=1) + "\n")
+            if arguments.plot is not None and results.measurements:
+                _bench_plot.draw(results, arguments.plot)
+            show(results)
+    return 1 if results.failures else 0
+
+
+@contextmanager
+def job(arguments: argparse.Namespace) -> Iterator[tuple[ProcessGroup, bool]]:
+    """The ranks' group, made and ended here unless it is there already; and whether this rank is the first.
+
+    Raises:
+        InputError: nobody started several ranks.
+    """
+    import torch
+    import torch.distributed as dist
+
+    made = not dist.is_initialized()
+    if made:
+        if not dist.is_torchelastic_launched():
+            raise InputError(
+                "started as one process; accepted are two or more, for example "
+                "torchrun --standalone --nproc-per-node 2 -m k3comm bench"
+            )
+        on_gpu = arguments.device != "cpu" and torch.cuda.is_available()
+        if arguments.device == "cuda" and not on_gpu:
+            raise InputError("--device: 'cuda' given; there is no GPU here; accepted are cpu and auto")
+        if on_gpu:
+            torch.cuda.set_device(dist.get_node_local_rank() % torch.cuda.device_count())
+        dist.init_process_group("cpu:gloo,cuda:nccl" if on_gpu else "gloo")
+    try:
+        yield cast("ProcessGroup", dist.group.WORLD), dist.get_rank() == 0
+    finally:
+        if made:
+            dist.destroy_process_group()
+
+
+def measured(arguments: argparse.Namespace, group: ProcessGroup) -> Results:
+    """Runs the bench that the arguments ask for. Collective."""
+    import torch
+    import torch.distributed as dist
+
+    from k3comm.cli import _bench
+
+    on_gpu = arguments.device != "cpu" and torch.cuda.is_available() and "nccl" in dist.get_backend_config(group)
+    preset, rows = PRESETS[arguments.preset], arguments.rows or (GPU_ROWS if on_gpu else CPU_ROWS)
+    spec = LatentMoESpec(
+        hidden_size=arguments.hidden or preset.hidden_size,
+        latent_size=arguments.latent or preset.latent_size,
+        top_k=preset.top_k,
+        rms_eps=preset.rms_eps,
+        max_tokens=max(rows),
+        dtype=arguments.dtype,
+    )
+    options = _bench.Options(
+        spec=spec,
+        rows=rows,
+        tiers=arguments.tiers,
+        rivals=not arguments.no_rivals,
+        layers=arguments.layers,
+        repeats=arguments.repeats,
+        replays=arguments.replays or (ENOUGH_REPLAYS if on_gpu else CPU_REPLAYS),
+        census=arguments.census,
+        seed=arguments.seed,
+        command=shlex.join(["k3comm", *sys.argv[1:]]),
+    )
+    return _bench.measure(options, group, "cuda" if on_gpu else "cpu")
+
+
+def show(results: Results) -> None:
+    """The tables, what was left out, and what failed."""
+    blocks: list[str | _console.Table] = [results.origin()]
+    if results.short:
+        blocks.append(
+            f"SHORT RUN: fewer than {ENOUGH_REPEATS} x {ENOUGH_REPLAYS} passes through {ENOUGH_LAYERS} layers; "
+            "no figure to quote"
+        )
+    if results.measurements:
+        blocks += [_table(results, "chained"), _table(results, "isolated"), _error_table(results)]
+        blocks.append("*: the selected tier. us a call; in brackets the range of the repetitions. rival: not a tier.")
+    for one in results.measurements:
+        if one.census and one.rows == results.rows[0]:  # the other sizes' are in the JSON
+            top = list(one.census.items())[:CENSUS_LINES]
+            more = f", and {len(one.census) - len(top)} more" if len(one.census) > len(top) else ""
+            names = ", ".join(f"{count} x {name}" for name, count in top)
+            blocks.append(f"census of {one.arm} at {one.rows} rows, {results.layers} calls: {names}{more}")
+    blocks += [f"left out: {arm}: {why}" for arm, why in results.left_out.items()]
+    blocks += [f"FAILED {failure}" for failure in results.failures]
+    engaged = sum(one.engaged for one in results.measurements)
+    counted = f"{engaged:,} timed calls, each of which ran what it is named after"
+    blocks.append(f"FAILED: {len(results.failures)}; {counted}" if results.failures else counted)
+    _console.show(*blocks)
+
+
+def _table(results: Results, figure: str) -> _console.Table:
+    rows: list[list[str | _console.Cell]] = []
+    for arm in results.arms:
+        cells: list[str | _console.Cell] = [_arm_cell(arm)]
+        for m in results.rows:
+            one = results.at(arm, m)
+            if one is None:
+                cells.append("-")
+                continue
+            times = one.chained_us if figure == "chained" else one.isolated_us
+            value = one.chained if figure == "chained" else one.isolated
+            mark = "*" if one.tier is not None and results.selected.get(m) is one.tier else ""
+            cells.append(f"{mark}{_us(value)} ({_us(max(times) - min(times))})")
+        rows.append(cells)
+    return _console.Table(
+        title=f"{figure}, us{' - SHORT RUN' if results.short else ''}",
+        columns=["arm", *(f">m={m}" for m in results.rows)],
+        rows=rows,
+    )
+
+
+def _error_table(results: Results) -> _console.Table:
+    rows: list[list[str | _console.Cell]] = []
+    for arm in results.arms:
+        every = [one for one in results.measurements if one.arm == arm]
+        kind = every[0].numerics.name if every[0].numerics is not None else "rival"
+        calls, engaged = sum(one.calls for one in every), sum(one.engaged for one in every)
+        rows.append([_arm_cell(arm), kind, f"{max(one.error for one in every):.3g}", f"{calls:,}", f"{engaged:,}"])
+    return _console.Table(
+        title="Against float64, and what ran: rms(out - x) / rms(x - residual), the worst size",
+        columns=["arm", "class", ">error", ">timed calls", ">engaged"],
+        rows=rows,
+    )
+
+
+def _arm_cell(arm: str) -> str | _console.Cell:
+    return _console.tier_cell(Tier[arm]) if arm in Tier.__members__ else arm
+
+
+def _us(value: float) -> str:
+    return f"{value:.2f}" if value < 100 else f"{value:.0f}"
+
+
+def _rows(text: str) -> tuple[int, ...]:
+    return tuple(sorted({_choice.whole(1)(part.strip()) for part in text.split(",")}))
+
+
+def _tiers(text: str) -> tuple[Tier, ...]:
+    names: Sequence[str] = [name.strip().upper() for name in text.split(",")]
+    for name in names:
+        if name not in Tier.__members__:
+            raise argparse.ArgumentTypeError(
+                f"no tier is called {name!r}; accepted are {', '.join(Tier.__members__)}, separated by commas"
+            )
+    return tuple(sorted({Tier[name] for name in names}))

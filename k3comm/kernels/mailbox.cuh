@@ -1,0 +1,114 @@
+// The device's side of a mailbox: data is its own flag (buffers/mailbox.py says why that is right).
+//
+// An empty word is EMPTY; whoever reads another one has the data. A payload word with exactly those bits, two NaNs, is
+// published as REPLACEMENT. All comparisons are of integers: a float comparison that flushes subnormals would hang on
+// some of them. Every wait is bounded: on expiry one thread of the rank writes a record to pinned memory and the
+// context is given up by a trap.
+#pragma once
+#include "words.cuh"
+
+constexpr u32 EMPTY = 0xFFFFFFFFu;
+constexpr u32 REPLACEMENT = 0x7FFF7FFFu;
+constexpr int MAX_CELLS = 256;
+
+// What a lane keeps in its counters (device memory of its own rank, zeros at the start). `tail_fusion.py` has its size.
+struct Counters {
+  u64 cells[MAX_CELLS];    // calls that each CTA has begun: its own cell, never one that all read
+  u32 arrived[MAX_CELLS];  // CTAs of a row group whose partial products of this call are there (one-kernel form)
+  u64 completed;           // calls that are done whole: all clears and re-arms of all CTAs
+  u32 rows[2];             // rows of the last two calls, by parity of the call number: what the next call clears
+  u32 finished;            // CTAs that are done with this call
+  u32 claimed;             // a thread writes the record
+};
+
+// What a wait that expired leaves behind, in pinned memory. The first word is written last.
+struct Record {
+  u32 written, operation, layer, call_low, call_high, phase, token, peer, rank;
+};
+
+enum Operation : u32 { MOE_TAIL = 1 };
+enum Phase : u32 { PHASE_COMPLETION = 1, PHASE_LATENT = 2, PHASE_SHARED = 3, PHASE_PARTIALS = 4, PHASE_GATHER = 5 };
+
+DEVICE bool any_empty(uint4 v) { return v.x == EMPTY || v.y == EMPTY || v.z == EMPTY || v.w == EMPTY; }
+DEVICE bool any_empty(uint2 v) { return v.x == EMPTY || v.y == EMPTY; }
+DEVICE u32 publishable(u32 w) { return w == EMPTY ? REPLACEMENT : w; }
+DEVICE uint4 publishable(uint4 v) {
+  return make_uint4(publishable(v.x), publishable(v.y), publishable(v.z), publishable(v.w));
+}
+DEVICE uint2 publishable(uint2 v) { return make_uint2(publishable(v.x), publishable(v.y)); }
+DEVICE uint4 empty(uint4) { return make_uint4(EMPTY, EMPTY, EMPTY, EMPTY); }
+DEVICE uint2 empty(uint2) { return make_uint2(EMPTY, EMPTY); }
+
+// Who waits for what: enough for the record.
+struct Waiting {
+  Counters* counters;
+  Record* record;
+  u64 deadline_ns, call;
+  u32 operation, layer, rank;
+};
+
+// Writes the record, once a rank, and traps. A thread that comes second leaves the first one time to finish. By value
+// and out of line: the loops that wait keep their registers, and nothing goes through a stack.
+static __device__ __noinline__ void expire(Counters* counters, volatile Record* r, u64 call, u32 operation, u32 layer,
+                                           u32 rank, u32 phase, u32 token, u32 peer) {
+  if (atomicCAS(&counters->claimed, 0u, 1u) == 0u) {
+    r->operation = operation;
+    r->layer = layer;
+    r->call_low = (u32)call;
+    r->call_high = (u32)(call >> 32);
+    r->phase = phase;
+    r->token = token;
+    r->peer = peer;
+    r->rank = rank;
+    __threadfence_system();
+    r->written = 1;
+    __threadfence_system();
+  } else {
+    for (int i = 0; i < 1000; i++) __nanosleep(1000);
+  }
+  __trap();
+}
+
+// Counts looks in vain. The clock is read every 64 looks; once it is past the deadline there are 64 looks more, since
+// this process may have been stopped between its look and the clock (ranks that share a GPU are time-sliced).
+struct Patience {
+  u64 limit = 0;
+  u32 looks = 0;
+  bool late = false;
+  DEVICE void lose(const Waiting& w, u32 phase, u32 token, u32 peer) {
+    if (++looks & 63u) return;
+    const u64 now = nanoseconds();
+    if (limit == 0) limit = now + w.deadline_ns;
+    else if (now > limit) {
+      if (late) expire(w.counters, w.record, w.call, w.operation, w.layer, w.rank, phase, token, peer);
+      late = true;
+    }
+  }
+};
+
+// Fetches COUNT fragments, `stride` bytes apart, from this rank's mailbox; returns when no word of any is empty.
+// T: uint4 or uint2. Fragment i comes from rank `first + i`.
+template <typename T, int COUNT>
+DEVICE void fetch(T (&v)[COUNT], const char* p, i64 stride, const Waiting& w, u32 phase, u32 token, int first) {
+#pragma unroll
+  for (int i = 0; i < COUNT; i++) v[i] = load_sys(p + i * stride, T());
+  Patience patience;
+  while (true) {
+    int missing = -1;
+#pragma unroll
+    for (int i = COUNT - 1; i >= 0; i--)
+      if (any_empty(v[i])) missing = i;
+    if (missing < 0) return;
+#pragma unroll
+    for (int i = 0; i < COUNT; i++)
+      if (any_empty(v[i])) v[i] = load_sys(p + i * stride, T());
+    patience.lose(w, phase, token, first + missing);
+  }
+}
+
+// Waits until every call before `w.call` is done whole on this rank, so that nothing here depends on what kernels the
+// caller puts between ours (one that triggers early and never waits breaks "completion of the previous kernel").
+DEVICE void wait_completed(const Waiting& w) {
+  Patience patience;
+  while (acquire(&w.counters->completed) != w.call) patience.lose(w, PHASE_COMPLETION, 0, w.rank);
+}

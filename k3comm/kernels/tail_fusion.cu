@@ -1,0 +1,572 @@
+// The fused decode tail:
+//   out = residual + scale * (W_up @ rmsnorm(sum_r routed_r; g, eps)) + b + sum_r shared_r               [m, H], K0
+//
+// The grid of `exchange` is GROUPS x SLICES CTAs, the same for every m. A CTA owns one slice of the latent columns and
+// one group of this rank's output columns (rows of W_up). It
+//   1 publishes its share of the latent and of the shared partial sums,
+//   2 clears its share of what the call before used,
+//   3 sums, over the ranks in rank order, its own slice of the latent mailbox: nobody hands it anything,
+//   4 multiplies s * g, as two BF16 terms, with its block of W_up. The norm's factor r is a number a row and comes later.
+// The slices' products and squares meet in `finish`: sum over slices in order, r, scale, bias, shared, residual, one
+// rounding, publication of the finished columns; then the gather copies out what all ranks published and empties it.
+// tail_exchange + tail_finish are two kernels; tail_whole is both in one, row groups waiting for their own slices only.
+//
+// A row's bits depend on nothing but the row and the geometry: no order of additions knows m.
+// A CTA publishes everything before it waits for anything, and the whole grid is resident, so no rank waits in a ring.
+#include "mailbox.cuh"
+
+constexpr int H = K3_HIDDEN, L = K3_LATENT, W = K3_WORLD, C = H / W;
+constexpr int THREADS = K3_THREADS, WARPS = THREADS / 32;
+constexpr int SLICE = K3_SLICE, SLICES = K3_SLICES;                 // columns of a slice, a multiple of 32
+constexpr int GROUPS = K3_GROUPS, GROUP_TILES = K3_GROUP_TILES;     // tiles of 16 output columns in a group
+constexpr int TILES = (C + 15) / 16;
+constexpr int TOKEN_TILES = K3_TOKEN_TILES, TOKENS = 8 * TOKEN_TILES;  // rows that this variant can hold
+constexpr int MAX_ROWS = K3_MAX_ROWS;
+constexpr int FRAGMENTS = SLICE / 8;                                // of a row in a slice
+constexpr int STEPS = SLICE / 32;                                   // of 32 columns, in the product
+constexpr int PITCH = ((SLICE / 32) | 1) * 64;  // bytes of a row of z: an odd multiple of 64, so that the eight threads
+                                                // of a quarter-warp (two rows, 64 bytes each) never share a bank
+// Token tiles that a warp multiplies at once, and steps of weights that it has in flight: what fits in 128 registers.
+constexpr int PASS = TOKEN_TILES < 4 ? TOKEN_TILES : 4, AHEAD = PASS < 4 ? 4 : 2;
+constexpr int AT_ONCE = 8;                                          // ranks whose fragments are in flight at once
+
+static_assert(H % (8 * W) == 0 && L % 8 == 0 && W >= 2 && W <= 16);
+static_assert(SLICE % 32 == 0 && SLICES * SLICE >= L && (SLICES - 1) * SLICE < L);
+static_assert(GROUPS * GROUP_TILES >= TILES && (GROUPS - 1) * GROUP_TILES < TILES && GROUPS * SLICES <= MAX_CELLS);
+static_assert(TOKENS <= MAX_ROWS && MAX_ROWS <= 64 && sizeof(Counters) == K3_COUNTER_BYTES);
+
+enum Flag : u32 { NORM_FP32 = 1, BIAS_FP32 = 2, NEXT_NORM_FP32 = 4 };
+
+// Everything that a launch gets, made by `Arguments` in tail_fusion.py. Strides are elements, addresses are of rank p's
+// memory as this rank sees it.
+struct Arguments {
+  // This lane's mailboxes. Each address is where this rank's own slot of row 0 in region 0 begins.
+  char* latent[16];
+  char* shared[16];
+  char* gather[16];
+  char* latent_all;   // the same on the multicast address
+  char* gather_all;
+  // This rank's mailboxes, where row 0 of region 0 begins.
+  const char* own_latent;
+  const char* own_shared;
+  char* own_gather;
+  Counters* counters;
+  Record* record;
+  float* partials;    // [GROUPS' columns: MAX_ROWS, SLICES, C]
+  float* squares;     // [GROUPS, MAX_ROWS, SLICES]
+  u64 region_bytes;   // from a region to the next
+  u64 deadline_ns;
+  // The call.
+  const char* routed;          // [m, L], or [R, >= L] deferred
+  const int* index;            // [m, K]
+  const char* expert_weights;  // [m, K]
+  const char* shared_rows;     // [m, H]
+  const char* norm;            // [L] or null
+  const char* weight;          // this rank's [C, L]
+  const char* residual;        // [m, H] or null
+  const char* bias;            // this rank's [C] or null
+  char* out;                   // [m, H], contiguous
+  const char* next_norm;       // [H]
+  char* normed;                // [m, H], contiguous
+  i64 routed_stride, shared_stride, weight_stride, residual_stride;
+  int rank, rows, top_k, layer;
+  u32 flags;
+  float scale, eps;
+  u32 link_cycles;             // benchmarks: by how much a publication is held back, to stand for a link
+};
+static_assert(sizeof(Arguments) == K3_ARGUMENT_BYTES);
+
+DEVICE Waiting waiting(const Arguments& a, u64 call) {
+  return {a.counters, a.record, a.deadline_ns, call, MOE_TAIL, (u32)a.layer, (u32)a.rank};
+}
+
+// ---- publication ---------------------------------------------------------------------------------------------------
+
+DEVICE void link(const Arguments& a) {
+#if K3_LINK
+  const i64 start = clock64();
+  while (clock64() - start < a.link_cycles) {}
+#endif
+}
+
+// To rank (rank + i) % W, i = 1 .. W: not all ranks write to the same one at once. Own memory comes last.
+template <typename T>
+DEVICE void put_to_all(const Arguments& a, char* const (&to)[16], char* to_all, u64 offset, T v) {
+  link(a);
+#if K3_MULTICAST
+  store_all(to_all + offset, v);
+#else
+#pragma unroll
+  for (int i = 1; i <= W; i++) {
+    const int peer = a.rank + i < W ? a.rank + i : a.rank + i - W;
+    store_sys(to[peer] + offset, v);
+  }
+#endif
+}
+
+#if K3_DEFERRED
+constexpr int SLOTS = 8;  // rows in flight a thread
+
+// Eight columns of one row of the deferred finalize, A5: fma over ascending slots, one rounding. A slot of -1 reads
+// nothing. All lanes of a warp call this for the same token; `some` says whether this lane has columns.
+DEVICE uint4 finalized(const Arguments& a, int token, int column, bool some) {
+  const int lane = threadIdx.x & 31;
+  float sum[8] = {};
+  for (int k0 = 0; k0 < a.top_k; k0 += 32) {
+    // One wide load for the warp: lane l has slot k0 + l.
+    int mine = -1;
+    u32 bits = 0;
+    if (k0 + lane < a.top_k) {
+      const i64 slot = (i64)token * a.top_k + k0 + lane;
+      mine = (int)load_l2(a.index + slot, u32());
+#if K3_DEFERRED == 1
+      bits = load_l2_u16(a.expert_weights + 2 * slot) << 16;
+#else
+      bits = load_l2(a.expert_weights + 4 * slot, u32());
+#endif
+    }
+#pragma unroll 1
+    for (int k1 = 0; k1 < 32 && k0 + k1 < a.top_k; k1 += SLOTS) {
+      uint4 row[SLOTS];
+#pragma unroll
+      for (int j = 0; j < SLOTS; j++) {
+        const int at = __shfl_sync(~0u, mine, k1 + j);
+        if (at >= 0 && some) row[j] = load_l2(a.routed + 2 * ((i64)at * a.routed_stride + column), uint4());
+      }
+#pragma unroll
+      for (int j = 0; j < SLOTS; j++) {
+        const int at = __shfl_sync(~0u, mine, k1 + j);
+        const float weight = __uint_as_float(__shfl_sync(~0u, bits, k1 + j));
+        if (at >= 0 && some) {
+          float x[8];
+          unpack(x, row[j]);
+#pragma unroll
+          for (int i = 0; i < 8; i++) sum[i] = __fmaf_rn(weight, x[i], sum[i]);
+        }
+      }
+    }
+  }
+  return pack(sum);
+}
+#endif
+
+// Before anything of ours is published, polled, cleared or read. What earlier calls cleared is ordered before what
+// this one publishes: by the acquire on this GPU, by the fence for the peers.
+DEVICE void enter(const Arguments& a, u64 call) {
+  if (threadIdx.x == 0) {
+    wait_completed(waiting(a, call));
+#if K3_FENCES
+#if K3_MULTICAST
+    fence_alias();
+#endif
+    fence_sys();
+#endif
+  }
+  __syncthreads();
+}
+
+// Latent rows to every rank, shared rows by their columns to the rank that owns them, in chunks of 32 fragments a warp;
+// neighbouring chunks go to different CTAs, so that few rows use many SMs. The payload of the first chunk is asked for
+// before the entry, which hides one of the two.
+DEVICE void publish(const Arguments& a, u64 call, int region) {
+  constexpr int LATENT_CHUNKS = (L / 8 + 31) / 32, SHARED_CHUNKS = (H / 8 + 31) / 32;
+  const int lane = threadIdx.x & 31, first = (threadIdx.x >> 5) * gridDim.x + blockIdx.x;
+  const int latent = a.rows * LATENT_CHUNKS, all = latent + a.rows * SHARED_CHUNKS;
+  const u64 start = region * a.region_bytes;
+  for (int chunk = first;; chunk += WARPS * gridDim.x) {
+    const bool is_latent = chunk < latent;
+    const int number = is_latent ? chunk : chunk - latent;
+    const int token = number / (is_latent ? LATENT_CHUNKS : SHARED_CHUNKS);
+    const int column = 8 * (number % (is_latent ? LATENT_CHUNKS : SHARED_CHUNKS) * 32 + lane);
+    const bool some = chunk < all && column < (is_latent ? L : H);
+    uint4 v = make_uint4(0, 0, 0, 0);
+    if (chunk < all) {
+      if (is_latent) {
+#if K3_DEFERRED
+        v = finalized(a, token, column, some);
+#else
+        if (some) v = load_l2(a.routed + 2 * (token * a.routed_stride + column), uint4());
+#endif
+      } else if (some) {
+        v = load_l2(a.shared_rows + 2 * (token * a.shared_stride + column), uint4());
+      }
+    }
+    if (chunk == first) enter(a, call);
+    if (chunk >= all) return;
+    if (!some) continue;
+    v = publishable(v);
+    if (is_latent) {
+      put_to_all(a, a.latent, a.latent_all, start + 2 * ((u64)token * W * L + column), v);
+    } else {
+      link(a);
+      store_sys(a.shared[column / C] + start + 2 * ((u64)token * W * C + column % C), v);
+    }
+  }
+}
+
+// Empties what the call before used, and no more: rows come first in a mailbox, so it is one prefix of each part.
+DEVICE void clear(const Arguments& a, u64 call, int region) {
+  const int rows = (int)load_gpu(&a.counters->rows[(call + 1) & 1]);
+  const u64 start = (region == 0 ? 2 : region - 1) * a.region_bytes;
+  const u64 latent = (u64)rows * W * (L / 8), all = latent + (u64)rows * (H / 8);
+  for (u64 i = (u64)blockIdx.x * THREADS + threadIdx.x; i < all; i += (u64)gridDim.x * THREADS) {
+    const char* part = i < latent ? a.own_latent + start + 16 * i : a.own_shared + start + 16 * (i - latent);
+    store_sys(const_cast<char*>(part), empty(uint4()));
+  }
+}
+
+// ---- the latent sums -----------------------------------------------------------------------------------------------
+
+// Adds the fragments of ranks FIRST .. W - 1, in that order. Starts from rank 0's values, not from zero, which would
+// turn -0.0 into +0.0.
+template <int FIRST>
+DEVICE void add_ranks(float (&sum)[8], const char* p, i64 stride, const Waiting& w, u32 token) {
+  constexpr int COUNT = W - FIRST < AT_ONCE ? W - FIRST : AT_ONCE;
+  uint4 v[COUNT];
+  fetch(v, p + FIRST * stride, stride, w, PHASE_LATENT, token, FIRST);
+#pragma unroll
+  for (int i = 0; i < COUNT; i++) {
+    float x[8];
+    unpack(x, v[i]);
+#pragma unroll
+    for (int k = 0; k < 8; k++) sum[k] = FIRST + i == 0 ? x[k] : sum[k] + x[k];
+  }
+  if constexpr (FIRST + COUNT < W) add_ranks<FIRST + COUNT>(sum, p, stride, w, token);
+}
+
+template <int FIRST>
+DEVICE void add_ranks(float (&sum)[4], const char* p, i64 stride, const Waiting& w, u32 token) {
+  constexpr int COUNT = W - FIRST < AT_ONCE ? W - FIRST : AT_ONCE;
+  uint2 v[COUNT];
+  fetch(v, p + FIRST * stride, stride, w, PHASE_SHARED, token, FIRST);
+#pragma unroll
+  for (int i = 0; i < COUNT; i++) {
+    float x[4];
+    unpack(x, v[i]);
+#pragma unroll
+    for (int k = 0; k < 4; k++) sum[k] = FIRST + i == 0 ? x[k] : sum[k] + x[k];
+  }
+  if constexpr (FIRST + COUNT < W) add_ranks<FIRST + COUNT>(sum, p, stride, w, token);
+}
+
+// Eight elements of a vector that is BF16 or fp32.
+DEVICE void load_vector(float (&x)[8], const char* p, int column, bool fp32) {
+  if (fp32) {
+    const uint4 low = load_l2(p + 4 * column, uint4()), high = load_l2(p + 4 * column + 16, uint4());
+    x[0] = __uint_as_float(low.x); x[1] = __uint_as_float(low.y);
+    x[2] = __uint_as_float(low.z); x[3] = __uint_as_float(low.w);
+    x[4] = __uint_as_float(high.x); x[5] = __uint_as_float(high.y);
+    x[6] = __uint_as_float(high.z); x[7] = __uint_as_float(high.w);
+  } else {
+    unpack(x, load_l2(p + 2 * column, uint4()));
+  }
+}
+
+// x as two BF16 terms. Where the high one is not finite the low one is nothing: inf - inf would make a NaN of it.
+DEVICE void split(const float (&x)[8], uint4& high, uint4& low) {
+  high = pack(x);
+  float rounded[8], rest[8];
+  unpack(rounded, high);
+#pragma unroll
+  for (int k = 0; k < 8; k++) rest[k] = fabsf(rounded[k]) < __uint_as_float(0x7F800000u) ? x[k] - rounded[k] : 0.0f;
+  low = pack(rest);
+}
+
+// s = sum over ranks of this CTA's slice, all rows: s * g into shared memory as two terms [2, TOKENS, PITCH bytes], and
+// the squares of s, a sum a fragment, as [TOKENS, FRAGMENTS]. Columns past L are zeros.
+DEVICE void reduce_latent(const Arguments& a, u64 call, int region, int slice, char* z, float* squares) {
+  const Waiting w = waiting(a, call);
+  for (int i = threadIdx.x; i < a.rows * FRAGMENTS; i += THREADS) {
+    const int token = i / FRAGMENTS, fragment = i % FRAGMENTS, column = slice * SLICE + 8 * fragment;
+    uint4 high = make_uint4(0, 0, 0, 0), low = high;
+    float square = 0.0f;
+    if (column < L) {
+      float gain[8], s[8];
+      if (a.norm) load_vector(gain, a.norm, column, a.flags & NORM_FP32);
+      add_ranks<0>(s, a.own_latent + region * a.region_bytes + 2 * ((u64)token * W * L + column), 2 * L, w, token);
+#pragma unroll
+      for (int k = 0; k < 8; k++) square = __fmaf_rn(s[k], s[k], square);
+      if (a.norm) {
+#pragma unroll
+        for (int k = 0; k < 8; k++) s[k] = __fmul_rn(s[k], gain[k]);
+      }
+      split(s, high, low);
+    }
+    *(uint4*)(z + token * PITCH + 16 * fragment) = high;
+    *(uint4*)(z + (TOKENS + token) * PITCH + 16 * fragment) = low;
+    squares[token * FRAGMENTS + fragment] = square;
+  }
+}
+
+// The mean square's share of this slice, in one order whatever m is. Each group keeps its own, so that no group waits
+// for another one's.
+DEVICE void sum_squares(const Arguments& a, int group, int slice, const float* squares) {
+  const int lane = threadIdx.x & 31;
+  for (int token = threadIdx.x >> 5; token < a.rows; token += WARPS) {
+    float sum = 0.0f;
+    for (int i = lane; i < FRAGMENTS; i += 32) sum += squares[token * FRAGMENTS + i];
+#pragma unroll
+    for (int k = 16; k; k >>= 1) sum += __shfl_xor_sync(~0u, sum, k);
+    if (lane == 0) a.squares[(group * MAX_ROWS + token) * SLICES + slice] = sum;
+  }
+}
+
+// ---- the projection ------------------------------------------------------------------------------------------------
+
+// Two rows of W_up, g and g + 8 of a tile, eight columns each, where there are any.
+DEVICE void load_step(uint4 (&v)[2], const Arguments& a, int row, int column) {
+  v[0] = v[1] = make_uint4(0, 0, 0, 0);
+  if (column >= L) return;
+  const char* p = a.weight + 2 * (row * a.weight_stride + column);
+  if (row < C) v[0] = load_weight(p);
+  if (row + 8 < C) v[1] = load_weight(p + 16 * a.weight_stride);
+}
+
+// Before the wait: the lines that each warp's first steps read. No more: a burst of the whole shard fills the memory
+// system's queues and every small access waits behind it.
+DEVICE void prefetch_weights(const Arguments& a, int group, int slice) {
+  const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+  const int row = (group * GROUP_TILES + warp) * 16 + (lane >> 1), column = slice * SLICE + 64 * (lane & 1);
+  if (warp < GROUP_TILES && row < C && column < L && column < (slice + 1) * SLICE)
+    prefetch_l2(a.weight + 2 * (row * a.weight_stride + column));
+}
+
+// Partial products [m, C] of this CTA's columns and slice. A thread loads 16 bytes of a weight row and of a row of z at
+// the same place: the order of k within 32 columns is the tensor core's business as long as both agree, so fragments
+// need no shuffling. In lane (g, t) word pair 0 of the 16 bytes is the first k16 step, word pair 1 the second.
+DEVICE void project(const Arguments& a, int group, int slice, const char* z) {
+  const int lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
+  const int last = min(TILES, (group + 1) * GROUP_TILES);
+  for (int tile = group * GROUP_TILES + (threadIdx.x >> 5); tile < last; tile += WARPS) {
+    const int row = tile * 16 + g, column = slice * SLICE + 8 * t;
+    for (int pass = 0; pass < TOKEN_TILES / PASS && pass * PASS * 8 < a.rows; pass++) {
+      float high[PASS][4] = {}, low[PASS][4] = {};
+      uint4 weights[AHEAD][2];
+#pragma unroll
+      for (int i = 0; i < AHEAD; i++)
+        if (i < STEPS) load_step(weights[i], a, row, column + 32 * i);
+      const char* rows = z + (pass * PASS * 8 + g) * PITCH + 16 * t;
+#pragma unroll 1
+      for (int step0 = 0; step0 < STEPS; step0 += AHEAD) {
+#pragma unroll
+        for (int i = 0; i < AHEAD; i++) {
+          const int step = step0 + i;
+          if (step < STEPS) {
+            const uint4 upper = weights[i][0], lower = weights[i][1];
+            if (step + AHEAD < STEPS) load_step(weights[i], a, row, column + 32 * (step + AHEAD));
+#pragma unroll
+            for (int n = 0; n < PASS; n++) {
+              const uint4 b = *(const uint4*)(rows + n * 8 * PITCH + 64 * step);
+              mma(high[n], upper.x, lower.x, upper.y, lower.y, b.x, b.y);
+              mma(high[n], upper.z, lower.z, upper.w, lower.w, b.z, b.w);
+              const uint4 c = *(const uint4*)(rows + (TOKENS + n * 8) * PITCH + 64 * step);
+              mma(low[n], upper.x, lower.x, upper.y, lower.y, c.x, c.y);
+              mma(low[n], upper.z, lower.z, upper.w, lower.w, c.z, c.w);
+            }
+          }
+        }
+      }
+#pragma unroll
+      for (int n = 0; n < PASS; n++)
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+          const int token = (pass * PASS + n) * 8 + 2 * t + (i & 1), to = row + 8 * (i >> 1);
+          if (token < a.rows && to < C) a.partials[((u64)token * SLICES + slice) * C + to] = high[n][i] + low[n][i];
+        }
+    }
+  }
+}
+
+// ---- exchange: stages 1 to 4 ---------------------------------------------------------------------------------------
+
+// Returns the number of this call.
+DEVICE u64 exchange(const Arguments& a) {
+  extern __shared__ __align__(128) char memory[];
+  __shared__ u64 number;
+  char* z = memory;
+  float* squares = (float*)(memory + 2 * TOKENS * PITCH);
+  const int group = blockIdx.x / SLICES, slice = blockIdx.x % SLICES;
+  // The number is taken before the next kernel may start, by one step on this CTA's own cell.
+  if (threadIdx.x == 0) number = step(&a.counters->cells[blockIdx.x]);
+  prefetch_weights(a, group, slice);
+  __syncthreads();
+  const u64 call = number;
+  const int region = (int)(call % 3);
+  launch_dependents();
+  wait_for_predecessor();
+  publish(a, call, region);
+  if (blockIdx.x == 0 && threadIdx.x == 0) store_gpu(&a.counters->rows[call & 1], (u32)a.rows);
+  clear(a, call, region);
+  reduce_latent(a, call, region, slice, z, squares);
+  __syncthreads();
+#if K3_FENCES
+  if (threadIdx.x == 0) fence_sys();
+#endif
+  sum_squares(a, group, slice, squares);
+  project(a, group, slice, z);
+  return call;
+}
+
+// ---- finish: stages 5 to 9 -----------------------------------------------------------------------------------------
+
+// Work in units of four owned columns of one row; unit i is row i / per_row, columns 4 * (first + i % per_row) on.
+struct Units {
+  int from, step, count, per_row, first;
+};
+
+DEVICE float4 load_partial(const float* p) {
+  const uint4 v = load_l2(p, uint4());
+  return make_float4(__uint_as_float(v.x), __uint_as_float(v.y), __uint_as_float(v.z), __uint_as_float(v.w));
+}
+
+// Four columns: the slices in order, r, scale, bias, shared, residual; one rounding; to every rank.
+DEVICE void finish_unit(const Arguments& a, u64 call, int region, int token, int column) {
+  const float* partials = a.partials + (u64)token * SLICES * C + column;
+  const float* squares = a.squares + (column / (16 * GROUP_TILES) * MAX_ROWS + token) * SLICES;
+  float y[4] = {};
+  float sum = 0.0f;
+#pragma unroll 8
+  for (int s = 0; s < SLICES; s++) {
+    const float4 v = load_partial(partials + (u64)s * C);
+    const float square = __uint_as_float(load_l2(squares + s, u32()));
+    y[0] = s ? y[0] + v.x : v.x; y[1] = s ? y[1] + v.y : v.y;
+    y[2] = s ? y[2] + v.z : v.z; y[3] = s ? y[3] + v.w : v.w;
+    sum = s ? sum + square : square;
+  }
+  float residual[4] = {}, bias[4] = {}, total[4];
+  if (a.residual)
+    unpack(residual, load_l2(a.residual + 2 * (token * a.residual_stride + a.rank * C + column), uint2()));
+  if (a.bias) {
+    if (a.flags & BIAS_FP32) {
+      const float4 v = load_partial((const float*)a.bias + column);
+      bias[0] = v.x; bias[1] = v.y; bias[2] = v.z; bias[3] = v.w;
+    } else {
+      unpack(bias, load_l2(a.bias + 2 * column, uint2()));
+    }
+  }
+  const char* mailbox = a.own_shared + region * a.region_bytes + 2 * ((u64)token * W * C + column);
+  add_ranks<0>(total, mailbox, 2 * C, waiting(a, call), token);
+  const float r = a.norm ? __frsqrt_rn(sum / (float)L + a.eps) : 1.0f;
+#pragma unroll
+  for (int k = 0; k < 4; k++) {
+    // Each step by itself: an fma here would make the result depend on which terms there are.
+    float x = y[k];
+    if (a.norm) x = __fmul_rn(x, r);
+    x = __fmul_rn(x, a.scale);
+    if (a.bias) x = __fadd_rn(x, bias[k]);
+    x = __fadd_rn(x, total[k]);
+    if (a.residual) x = __fadd_rn(x, residual[k]);
+    y[k] = x;
+  }
+  const uint2 v = publishable(make_uint2(pack(y[0], y[1]), pack(y[2], y[3])));
+  put_to_all(a, a.gather, a.gather_all, 2 * ((u64)token * H + column), v);
+}
+
+// The same four columns of the ranks FIRST .. W - 1: poll, copy out, empty. The one reader empties what it has read.
+template <int FIRST>
+DEVICE void gather_ranks(const Arguments& a, const Waiting& w, int token, int column) {
+  constexpr int COUNT = W - FIRST < AT_ONCE ? W - FIRST : AT_ONCE;
+  const u64 start = 2 * ((u64)token * H + FIRST * C + column);
+  uint2 v[COUNT];
+  fetch(v, a.own_gather + start, 2 * C, w, PHASE_GATHER, token, FIRST);
+#pragma unroll
+  for (int i = 0; i < COUNT; i++) {
+    *(uint2*)(a.out + start + 2 * i * C) = v[i];
+    store_sys(a.own_gather + start + 2 * i * C, empty(uint2()));
+  }
+  if constexpr (FIRST + COUNT < W) gather_ranks<FIRST + COUNT>(a, w, token, column);
+}
+
+// Everything is published before anything is gathered.
+DEVICE void finish(const Arguments& a, u64 call, const Units& units) {
+  const int region = (int)(call % 3);
+  for (int i = units.from; i < units.count; i += units.step)
+    finish_unit(a, call, region, i / units.per_row, 4 * (units.first + i % units.per_row));
+  const Waiting w = waiting(a, call);
+  for (int i = units.from; i < units.count; i += units.step)
+    gather_ranks<0>(a, w, i / units.per_row, 4 * (units.first + i % units.per_row));
+}
+
+// The last CTA says that the call is done whole: after all clears and re-arms of all CTAs, with release.
+DEVICE void complete(const Arguments& a, u64 call) {
+  __syncthreads();
+  if (threadIdx.x != 0) return;
+  Counters* counters = a.counters;
+  if (step(&counters->finished) != gridDim.x - 1) return;
+  store_gpu(&counters->finished, 0);
+#if K3_WHOLE
+  for (int i = 0; i < GROUPS; i++) store_gpu(&counters->arrived[i], 0);
+#endif
+  release(&counters->completed, call + 1);
+}
+
+// ---- entries -------------------------------------------------------------------------------------------------------
+
+#if K3_ENTRY == 1
+extern "C" __global__ void __launch_bounds__(THREADS, 1) tail_exchange(const __grid_constant__ Arguments a) {
+  exchange(a);
+}
+#elif K3_ENTRY == 2
+constexpr int FINISH_THREADS = K3_FINISH_THREADS;
+
+// Runs right behind tail_exchange. While it does, the completion word holds the number of this very call.
+extern "C" __global__ void __launch_bounds__(FINISH_THREADS) tail_finish(const __grid_constant__ Arguments a) {
+  launch_dependents();
+  wait_for_predecessor();
+  const u64 call = acquire(&a.counters->completed);
+  const Units units{(int)(blockIdx.x * FINISH_THREADS + threadIdx.x), (int)(gridDim.x * FINISH_THREADS),
+                    a.rows * (C / 4), C / 4, 0};
+  finish(a, call, units);
+  complete(a, call);
+}
+#elif K3_ENTRY == 3
+extern "C" __global__ void __launch_bounds__(THREADS, 1) tail_whole(const __grid_constant__ Arguments a) {
+  const u64 call = exchange(a);
+  const int group = blockIdx.x / SLICES, slice = blockIdx.x % SLICES;
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    u32* arrived = &a.counters->arrived[group];
+    arrive(arrived);
+    const Waiting w = waiting(a, call);
+    Patience patience;
+    while (acquire(arrived) != SLICES) patience.lose(w, PHASE_PARTIALS, 0, w.rank);
+  }
+  __syncthreads();
+  const int per_row = min(GROUP_TILES * 16, C - group * GROUP_TILES * 16) / 4;
+  const Units units{(int)(slice * THREADS + threadIdx.x), SLICES * THREADS, a.rows * per_row, per_row,
+                    group * GROUP_TILES * 4};
+  finish(a, call, units);
+  complete(a, call);
+}
+#elif K3_ENTRY == 4
+// The next layer's RMSNorm of the finished rows, a CTA a row: nothing is communicated.
+extern "C" __global__ void __launch_bounds__(THREADS) tail_next_norm(const __grid_constant__ Arguments a) {
+  __shared__ float sums[WARPS];
+  launch_dependents();
+  wait_for_predecessor();
+  const u64 start = 2 * (u64)blockIdx.x * H;
+  float sum = 0.0f;
+  for (int i = threadIdx.x; i < H / 8; i += THREADS) {
+    float x[8];
+    unpack(x, load_l2(a.out + start + 16 * i, uint4()));
+#pragma unroll
+    for (int k = 0; k < 8; k++) sum = __fmaf_rn(x[k], x[k], sum);
+  }
+#pragma unroll
+  for (int k = 16; k; k >>= 1) sum += __shfl_xor_sync(~0u, sum, k);
+  if ((threadIdx.x & 31) == 0) sums[threadIdx.x >> 5] = sum;
+  __syncthreads();
+  sum = sums[0];
+#pragma unroll
+  for (int i = 1; i < WARPS; i++) sum += sums[i];
+  const float r = __frsqrt_rn(sum / (float)H + a.eps);
+  for (int i = threadIdx.x; i < H / 8; i += THREADS) {
+    float x[8], gain[8];
+    unpack(x, load_l2(a.out + start + 16 * i, uint4()));
+    load_vector(gain, a.next_norm, 8 * i, a.flags & NEXT_NORM_FP32);
+#pragma unroll
+    for (int k = 0; k < 8; k++) x[k] = x[k] * r * gain[k];
+    *(uint4*)(a.normed + start + 16 * i) = pack(x);
+  }
+}
+#endif

@@ -1,0 +1,199 @@
+"""The fused tail's kernels on a CPU: their own source, built by g++ over `emulator/words.cuh`, a fiber a CUDA thread.
+
+What this shows: indices, strides, layouts, the arguments that the host packs, the protocol between ranks that run at
+once in changing orders, with fragments that arrive torn. What it can't: timing, weak memory, and what the tensor cores
+round (here each product is added in fp32).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import re
+import shutil
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import attrs
+import torch
+from torch import Tensor
+
+from k3comm.buffers.mailbox import COUNTER_BYTES, EMPTY, MailboxLayout
+from k3comm.kernels.compile import FOLDER
+from k3comm.kernels.tail_fusion import (
+    FINISH_THREADS,
+    MAX_CELLS,
+    MAX_ROWS,
+    RECORD_WORDS,
+    TOKEN_TILES,
+    Arguments,
+    Entry,
+    Form,
+    Geometry,
+    LaneAddresses,
+    TailKernels,
+    kernel_variant,
+)
+
+THREADS = 64
+"""Of a block of the exchange, where the GPU has 512: fewer fibers. No sum depends on it."""
+
+HERE = Path(__file__).parent / "emulator"
+
+SHARED = {
+    r"extern __shared__ __align__\(128\) char memory\[\];": "char* memory = dynamic_shared();",
+    r"__shared__ u64 number;": "u64& number = *fixed_shared<u64>(0);",
+    r"__shared__ float sums\[WARPS\];": "float* sums = fixed_shared<float>(64);",
+}
+
+
+class Kernel(ctypes.Structure):
+    """`struct Kernel` of emulator.cpp."""
+
+    _fields_ = tuple((name, ctypes.c_int) for name in ("entry", "grid", "block", "shared"))
+
+
+def build(folder: Path, geometry: Geometry, token_tiles: int, expert_weights: torch.dtype | None = None) -> Any:
+    """The kernels for one geometry as a library."""
+    source = (FOLDER / "tail_fusion.cu").read_text(encoding="utf-8")
+    for pattern, replacement in SHARED.items():
+        source, count = re.subn(pattern, replacement, source)
+        assert count == 1, pattern
+    assert "__shared__" not in re.sub(r"//.*", "", source)
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "tail_fusion.cpp").write_text(source, encoding="utf-8")
+    shutil.copy(FOLDER / "mailbox.cuh", folder)
+    for name in ("words.cuh", "emulator.cpp"):
+        shutil.copy(HERE / name, folder)
+    variant = kernel_variant(geometry, Entry.tail_exchange, token_tiles=token_tiles, expert_weights=expert_weights)
+    defines = dict(variant.defines) | {"K3_THREADS": str(THREADS)}
+    flags = [f"-D{name}={value}" for name, value in defines.items() if name not in ("K3_ENTRY", "K3_WHOLE")]
+    command = ["g++", "-O1", "-std=c++17", "-ffp-contract=off", "-w", "-shared", "-fPIC", *flags]
+    subprocess.run([*command, "emulator.cpp", "-o", "emulator.so"], cwd=folder, check=True)
+    return ctypes.CDLL(str(folder / "emulator.so"))
+
+
+@attrs.frozen
+class Step:
+    """A kernel as it was launched."""
+
+    kernel: Kernel
+    arguments: bytes
+
+
+class Recorded(TailKernels):
+    """TailKernels whose launches go into a list."""
+
+    def __init__(self, geometry: Geometry, rank: int, lanes: Sequence[LaneAddresses], deadline: float) -> None:
+        self.geometry, self.rank = geometry, rank
+        self.record = torch.zeros(RECORD_WORDS, dtype=torch.int32)
+        self.steps: list[Step] = []
+
+        def launch(entry: Entry, grid: int, block: int, shared: int = 0) -> Any:
+            kernel = Kernel(entry.value, grid, block, shared)
+            return lambda packed: self.steps.append(Step(kernel, packed))
+
+        kinds = (None, torch.bfloat16, torch.float32)
+        self._first = {
+            (form, tiles, kind): launch(
+                Entry.tail_whole if form is Form.WHOLE else Entry.tail_exchange,
+                geometry.blocks,
+                THREADS,
+                geometry.shared_bytes(TOKEN_TILES[-1]),  # one library serves calls of fewer rows too
+            )
+            for form in Form
+            for tiles in TOKEN_TILES
+            for kind in kinds
+        }
+        rows = range(1, MAX_ROWS + 1)
+        self._finish = {m: launch(Entry.tail_finish, geometry.finish_blocks(m, 1), FINISH_THREADS) for m in rows}
+        self._next_norm = {m: launch(Entry.tail_next_norm, m, THREADS) for m in rows}
+        size = geometry.partial_bytes + geometry.square_bytes
+        self._workspaces = [torch.full((size // 4,), float("nan")) for _ in lanes]
+        self._arguments = [
+            self._lane_arguments(lane, workspace, 1e-5, deadline, 0)
+            for lane, workspace in zip(lanes, self._workspaces, strict=True)
+        ]
+        self.kept: list[Any] = []
+
+    def __call__(self, **given: Any) -> Tensor:
+        """As the call on a GPU, where a stream keeps memory from being used again too early."""
+        out = super().__call__(**given)
+        self.kept += [given, out]
+        return out
+
+
+class Ranks:
+    """W ranks in this process, with their mailboxes."""
+
+    def __init__(self, library: Any, geometry: Geometry, *, deadline: float = 1.0) -> None:
+        self.library, self.geometry = library, geometry
+        self.layout = layout = MailboxLayout(
+            hidden_size=geometry.hidden_size,
+            latent_size=geometry.latent_size,
+            world_size=geometry.world_size,
+            max_rows=MAX_ROWS,
+        )
+        self.blocks = [torch.empty(layout.nbytes + 128, dtype=torch.uint8) for _ in range(geometry.world_size)]
+        self.blocks = [b[-b.data_ptr() % 128 :][: layout.nbytes] for b in self.blocks]
+        self.tails = [
+            Recorded(
+                geometry,
+                rank,
+                [
+                    LaneAddresses.of(
+                        rank=rank,
+                        blocks=[block.data_ptr() for block in self.blocks],
+                        latent=layout.latent(0, 0),
+                        shared=layout.shared(0, 0),
+                        gather=layout.gather(0),
+                        counters=layout.counters(0),
+                        region_bytes=layout.latent(0, 1) - layout.latent(0, 0),
+                        latent_size=layout.latent_size,
+                        columns=layout.columns,
+                    )
+                ],
+                deadline,
+            )
+            for rank in range(geometry.world_size)
+        ]
+        self.fill()
+
+    def fill(self, calls: int = 0) -> None:
+        """Empties everything, as after `calls` calls."""
+        for block in self.blocks:
+            block.fill_(EMPTY & 0xFF)
+            words = block[:COUNTER_BYTES].zero_().view(torch.int64)
+            words[:MAX_CELLS] = calls
+            words[MAX_CELLS + MAX_CELLS // 2] = calls
+
+    def completed(self) -> list[int]:
+        """Each rank's completion word."""
+        return [int(block[:COUNTER_BYTES].view(torch.int64)[MAX_CELLS + MAX_CELLS // 2]) for block in self.blocks]
+
+    def run(self, *, seed: int = 0, skew: int = 0, silent: int = -1) -> int:
+        """Runs what the tails were asked for since the last time. 0: it ended; 1: a trap; 2: a deadlock.
+
+        Args:
+            skew: one in `skew` times a rank is passed over; 0 is never.
+            silent: a rank that never starts its last kernel.
+        """
+        steps = [tail.steps for tail in self.tails]
+        kernels = [step.kernel for step in steps[0]]
+        assert all([bytes(s.kernel) for s in mine] == [bytes(k) for k in kernels] for mine in steps)
+        packed = b"".join(step.arguments for mine in steps for step in mine)
+        for mine in steps:
+            mine.clear()
+        array = (Kernel * len(kernels))(*kernels)
+        size = ctypes.sizeof(Arguments)
+        ended = int(self.library.emulate(len(steps), len(kernels), array, packed, size, seed, skew, silent))
+        for tail in self.tails:
+            tail.kept.clear()
+        return ended
+
+
+def outputs(geometry: Geometry, m: int) -> list[Tensor]:
+    """Poisoned results, one a rank."""
+    shape = (m, geometry.hidden_size)
+    return [torch.full(shape, float("nan"), dtype=torch.bfloat16) for _ in range(geometry.world_size)]

@@ -1,0 +1,507 @@
+"""The fused tail's kernels: how they are cut, what is compiled, and, on a CPU emulator, what they compute."""
+
+from __future__ import annotations
+
+import ctypes
+import re
+import shutil
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import hypothesis.strategies as st
+import pytest
+import tail_emulator
+import torch
+from hypothesis import given
+from tail_emulator import Ranks, outputs
+from torch import Tensor
+
+from k3comm.buffers import mailbox
+from k3comm.errors import InputError
+from k3comm.kernels import reference
+from k3comm.kernels.compile import FOLDER, SHARED_LIMITS
+from k3comm.kernels.finalize import Deferred, finalize
+from k3comm.kernels.tail_fusion import (
+    COUNTER_BYTES,
+    MAX_CELLS,
+    MAX_ROWS,
+    MAX_SLICE,
+    OPERATIONS,
+    PHASES,
+    RECORD_WORDS,
+    STATIC_SHARED,
+    STEP,
+    TILE,
+    TOKEN_TILES,
+    Arguments,
+    Entry,
+    Expired,
+    Form,
+    Geometry,
+    aligned_rows,
+    aligned_vector,
+    token_tiles_for,
+    variants,
+)
+from k3comm.tiers.tier import Numerics
+
+BF16 = torch.bfloat16
+ARCHS = st.sampled_from(sorted(SHARED_LIMITS))
+
+
+# Geometry
+
+
+@given(
+    world=st.integers(2, 16),
+    per_rank=st.integers(1, 1024),
+    fragments=st.integers(1, 1280),
+    arch=ARCHS,
+    capacity=st.integers(32, 300),
+)
+def test_a_geometry_covers_everything_once_and_fits(
+    world: int, per_rank: int, fragments: int, arch: str, capacity: int
+) -> None:
+    g = Geometry.choose(8 * world * per_rank, 8 * fragments, world, arch=arch, capacity=capacity)
+    assert g.columns == 8 * per_rank
+    assert 1 <= g.blocks <= min(capacity, MAX_CELLS)
+    assert g.slice_width % STEP == 0
+    assert g.slice_width <= MAX_SLICE
+    assert (g.slices - 1) * g.slice_width < g.latent_size <= g.slices * g.slice_width
+    tiles = -(-g.columns // TILE)
+    assert (g.groups - 1) * g.group_tiles < tiles <= g.groups * g.group_tiles
+    sizes = [g.shared_bytes(t) for t in TOKEN_TILES]
+    assert sizes == sorted(sizes)
+    assert sizes[-1] + STATIC_SHARED <= SHARED_LIMITS[arch]
+    for rows in (1, 16, MAX_ROWS):
+        assert 1 <= g.finish_blocks(rows, capacity) <= 4 * capacity
+
+
+def test_rows_of_z_never_share_a_bank() -> None:
+    """A quarter-warp reads 64 bytes of each of two neighbouring rows at once."""
+    for width in range(STEP, MAX_SLICE + 1, STEP):
+        g = Geometry(
+            hidden_size=16, latent_size=width, world_size=2, arch="sm_90a",
+            slice_width=width, slices=1, group_tiles=1, groups=1,
+        )  # fmt: skip
+        rows = 8
+        pitch = (g.shared_bytes(1) - 4 * rows * width // 8) // (2 * rows)
+        assert pitch >= 2 * width
+        assert pitch % 16 == 0
+        banks = [(row * pitch + byte) // 4 % 32 for row in range(2) for byte in range(0, 64, 4)]
+        assert len(set(banks)) == len(banks)
+
+
+def test_kimi_k3_keeps_the_prototype_s_cut() -> None:
+    g = Geometry.choose(7168, 3584, 2, arch="sm_90a", capacity=132)
+    assert (g.groups, g.group_tiles, g.slices, g.slice_width) == (16, 14, 8, 448)
+    assert g.partial_bytes == 64 * 8 * 3584 * 4
+    assert g.square_bytes == 16 * 64 * 8 * 4
+    assert [g.finish_blocks(m, 132) for m in (1, 2, 64)] == [7, 14, 448]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ((100, 64, 2, "sm_90a", 8), "hidden_size: 100 given; accepted are multiples of 16"),
+        ((64, 60, 2, "sm_90a", 8), "latent_size: 60 given; accepted are multiples of 8"),
+        ((64, 64, 1, "sm_90a", 8), "world_size: 1 given; accepted are 2 to 16"),
+        ((64 * 17, 64, 17, "sm_90a", 8), "world_size: 17 given; accepted are 2 to 16"),
+        ((64, 64, 2, "sm_80", 8), "arch: 'sm_80' given"),
+        ((64, 64, 2, "sm_90a", 0), "capacity: 0 given"),
+        ((64, 4096, 2, "sm_90a", 4), "latent_size: 4096 given; accepted are up to 2048 with 4 resident blocks"),
+    ],
+)
+def test_a_shape_that_is_not_served(arguments: tuple[int, int, int, str, int], text: str) -> None:
+    hidden, latent, world, arch, capacity = arguments
+    with pytest.raises(InputError, match=re.escape(text)):
+        Geometry.choose(hidden, latent, world, arch=arch, capacity=capacity)
+
+
+def test_token_tiles() -> None:
+    assert [token_tiles_for(m) for m in (1, 8, 9, 16, 17, 32, 33, 64)] == [1, 1, 2, 2, 4, 4, 8, 8]
+    for rows in (0, 65, True):
+        with pytest.raises(InputError, match="accepted are 1 to 64"):
+            token_tiles_for(rows)
+
+
+# The source
+
+
+def test_constants_are_the_mailbox_s_own() -> None:
+    source = (FOLDER / "mailbox.cuh").read_text(encoding="utf-8")
+    constants = dict(re.findall(r"constexpr \w+ (\w+) = (\w+);", source))
+    assert int(constants["EMPTY"].rstrip("u"), 16) == mailbox.EMPTY
+    assert int(constants["REPLACEMENT"].rstrip("u"), 16) == mailbox.REPLACEMENT
+    assert int(constants["MAX_CELLS"]) == MAX_CELLS
+    assert COUNTER_BYTES <= mailbox.COUNTER_BYTES
+    assert {
+        int(n): name.removeprefix("PHASE_").lower() for name, n in re.findall(r"(PHASE_\w+) = (\d)", source)
+    } == PHASES
+    operations = re.search(r"enum Operation : u32 \{(.*?)\}", source)
+    assert operations is not None
+    assert {int(n): name.lower() for name, n in re.findall(r"(\w+) = (\d)", operations[1])} == OPERATIONS
+
+
+def test_arguments_are_the_kernels_own() -> None:
+    """The size is asserted by the source; here the names, in order."""
+    source = (FOLDER / "tail_fusion.cu").read_text(encoding="utf-8")
+    body = re.search(r"struct Arguments \{(.*?)\n\};", source, re.DOTALL)
+    assert body is not None
+    names = []
+    for line in re.sub(r"//.*", "", body[1]).split(";"):
+        names += [re.sub(r"\[\d+\]", "", part).split()[-1].lstrip("*") for part in line.split(",") if part.strip()]
+    assert names == [name for name, _ in Arguments._fields_]
+    assert ctypes.sizeof(Arguments) % 8 == 0
+
+
+def test_variants_have_names_of_their_own() -> None:
+    found = [variant.name for variant in variants()]
+    assert len(set(found)) == len(found)
+    assert {variant.entry for variant in variants()} == {entry.name for entry in Entry}
+    assert {variant.transport for variant in variants()} == {None, "peer", "multicast"}
+
+
+def test_no_store_to_a_multicast_address_but_multimem() -> None:
+    """The two addresses go to `store_all` alone, and nothing creates a multicast object."""
+    source = (FOLDER / "tail_fusion.cu").read_text(encoding="utf-8")
+    code = re.sub(r"//.*", "", source)
+    assert len(re.findall(r"latent_all", code)) == 2
+    assert len(re.findall(r"gather_all", code)) == 2
+    assert re.findall(r"\bto_all\b.*", code) == [
+        "to_all, u64 offset, T v) {",
+        "to_all + offset, v);",
+    ]
+    for path in FOLDER.rglob("*.cu*"):
+        assert "MulticastCreate" not in path.read_text(encoding="utf-8")
+
+
+# Layouts
+
+
+def test_rows_that_fit_are_not_copied() -> None:
+    x = torch.zeros(4, 32, dtype=BF16)
+    fitting = [x, x[1:], x[:, :16], x[:, 8:], x[:1, 8:], torch.zeros(64, dtype=BF16).as_strided((1, 16), (3, 1))]
+    assert all(aligned_rows(y).data_ptr() == y.data_ptr() for y in fitting)
+    for y in (x[:, 4:], x.t(), torch.zeros(4, 36, dtype=BF16)[:, :32][:, ::2], torch.zeros(4, 36, dtype=BF16)):
+        copy = aligned_rows(y)
+        assert copy.data_ptr() != y.data_ptr()
+        assert copy.is_contiguous()
+        assert torch.equal(copy, y)
+    v = torch.zeros(32)
+    assert aligned_vector(v[4:]).data_ptr() == v[4:].data_ptr()
+    assert aligned_vector(v[1:]).data_ptr() != v[1:].data_ptr()
+    assert aligned_vector(v[::2]).is_contiguous()
+
+
+def test_an_expired_wait_is_told() -> None:
+    record = torch.zeros(RECORD_WORDS, dtype=torch.int32)
+    assert Expired.read(record) is None
+    record[:9] = torch.tensor([1, 1, 7, -1, 2, 2, 3, 1, 0])
+    found = Expired.read(record)
+    assert found == Expired("moe_tail", 7, (2 << 32) + 0xFFFFFFFF, "latent", 3, 1, 0)
+    error = found.error(4, 0, 0.5)
+    assert error.ranks == (1,)
+    assert str(error) == (
+        "moe_tail on rank 0 of 4: layer 7, call 12884901887 of lane 0, phase latent, token 3: nothing from rank 1 "
+        "within 0.5 s (settings.poll_deadline); it is late, or gone"
+    )
+    own = Expired("moe_tail", 1, 2, "completion", 0, 3, 3).error(4, 1, 30.0)
+    assert "a kernel of this rank did not end within 30 s" in str(own)
+
+
+# On the emulator
+
+
+NEEDS_GXX = pytest.mark.skipif(shutil.which("g++") is None, reason="the emulator is built by g++")
+
+CUTS = {
+    # hidden, latent, world, capacity: several slices and groups, a last slice and a last tile that are not whole
+    "two": (160, 136, 2, 12),
+    "three": (96, 104, 3, 6),
+    "one block": (64, 40, 2, 1),
+    "sixteen": (256, 72, 16, 4),
+}
+
+
+@pytest.fixture(scope="session")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Ranks]:
+    folder = tmp_path_factory.mktemp("emulator")
+
+    @cache
+    def library(cut: str, tiles: int, weights: torch.dtype | None) -> tuple[Any, Geometry]:
+        hidden, latent, world, capacity = CUTS[cut]
+        g = Geometry.choose(hidden, latent, world, arch="sm_90a", capacity=capacity)
+        return tail_emulator.build(folder / f"{cut} {tiles} {weights}", g, tiles, weights), g
+
+    def make(cut: str, tiles: int = 2, weights: torch.dtype | None = None, **options: Any) -> Ranks:
+        return Ranks(*library(cut, tiles, weights), **options)
+
+    return make
+
+
+def ask(group: Ranks, case: reference.Case, m: int, form: Form, **options: Any) -> list[Tensor]:
+    """Has every rank make one call of the first m rows, next in its list."""
+    outs = outputs(group.geometry, m)
+    for rank, tail in enumerate(group.tails):
+        tail(
+            routed=case.routed[rank, :m],
+            shared=case.shared[rank, :m],
+            residual=None if case.residual is None else case.residual[:m],
+            up_weight=case.up_weight,
+            sharded=False,
+            norm_weight=case.norm_weight,
+            up_bias=case.up_bias,
+            routed_scale=case.routed_scale,
+            out=outs[rank],
+            form=form,
+            **options,
+        )
+    return outs
+
+
+def exact(group: Ranks, m: int, seed: int = 0, **kind: Any) -> tuple[reference.Case, Tensor]:
+    """A case in which every order of every sum gives the same bits, and these."""
+    g = group.geometry
+    case = reference.integer_case(g.world_size, m, g.hidden_size, g.latent_size, dtype=BF16, seed=seed, **kind)
+    return case, reference.round_once(case.truth(), BF16)
+
+
+@NEEDS_GXX
+@pytest.mark.parametrize("cut", CUTS)
+def test_the_kernels_compute_the_tail(ranks: Callable[..., Ranks], cut: str) -> None:
+    """Chains of calls of changing m, in both forms, ranks running ahead of each other: all regions, all clears."""
+    group = ranks(cut)
+    kept = []
+    rows = (9, 1, 5, 16, 2, 1, 8) if cut != "sixteen" else (3, 1, 9)
+    for number, m in enumerate(rows):
+        case, expected = exact(group, m, number, bias=True, routed_scale=0.5)
+        kept.append((expected, ask(group, case, m, list(Form)[number % 2])))
+    assert group.run(seed=1, skew=4) == 0
+    assert group.completed() == [len(rows)] * group.geometry.world_size
+    assert all(torch.equal(out, expected) for expected, outs in kept for out in outs)
+
+
+@NEEDS_GXX
+def test_what_is_optional(ranks: Callable[..., Ranks]) -> None:
+    group = ranks("two")
+    for kind in ({"norm": False}, {"residual": False}, {"norm": False, "residual": False, "routed_scale": 2.0}):
+        case, expected = exact(group, 7, **kind)
+        outs = ask(group, case, 7, Form.SPLIT)
+        assert group.run() == 0
+        assert all(torch.equal(out, expected) for out in outs)
+
+
+@NEEDS_GXX
+def test_sixty_four_rows(ranks: Callable[..., Ranks]) -> None:
+    group = ranks("two", 8)
+    case, expected = exact(group, 64)
+    kept = [(m, ask(group, case, m, form)) for m in (64, 33) for form in Form]
+    assert group.run() == 0
+    assert all(torch.equal(out, expected[:m]) for m, outs in kept for out in outs)
+
+
+@NEEDS_GXX
+@pytest.mark.parametrize("calls", [2**32 - 2, 2**40 + 1])
+def test_counters_do_not_wrap(ranks: Callable[..., Ranks], calls: int) -> None:
+    group = ranks("three")
+    group.fill(calls)
+    kept = []
+    for number, form in enumerate((*Form, *Form)):
+        case, expected = exact(group, 5 - number, number)
+        kept.append((expected, ask(group, case, 5 - number, form)))
+    assert group.run(seed=3, skew=3) == 0
+    assert group.completed() == [calls + 4] * 3
+    assert all(torch.equal(out, expected) for expected, outs in kept for out in outs)
+
+
+@NEEDS_GXX
+def test_a_row_s_bits_depend_on_the_row_alone(ranks: Callable[..., Ranks]) -> None:
+    """Real numbers, so that any other order would show; and the accuracy that two BF16 terms have."""
+    group = ranks("two")
+    g = group.geometry
+    case = reference.random_case(2, 16, g.hidden_size, g.latent_size, dtype=BF16, seed=5, bias=True, routed_scale=0.7)
+    kept = [(m, ask(group, case, m, form)) for m in (16, 1, 9) for form in Form]
+    assert group.run() == 0
+    first = kept[0][1][0]
+    assert all(torch.equal(out, first[:m]) for m, outs in kept for out in outs)
+    accuracy = reference.measure(first, case.truth(), case.residual)
+    assert accuracy.error <= reference.K0_ERROR_OVER_IDEAL * accuracy.ideal_error
+    assert accuracy.misrounded < 5 * reference.K0_PAIR_MISROUNDED  # of 2560 elements only
+
+
+@NEEDS_GXX
+def test_special_values(ranks: Callable[..., Ranks]) -> None:
+    group = ranks("three")
+    g = group.geometry
+    case = reference.random_case(3, 12, g.hidden_size, g.latent_size, dtype=BF16, seed=6)
+    assert case.residual is not None
+    clean = ask(group, case, 12, Form.SPLIT)
+    assert group.run() == 0
+    case.routed[0, 1, 8:10].view(torch.int16).fill_(-1)  # exactly an empty word
+    case.shared[2, 2].view(torch.int16).fill_(-1)
+    case.shared[0, 3, 5], case.shared[2, 3, 40] = float("inf"), float("-inf")
+    for x in (case.routed[:, 4], case.shared[:, 4], case.residual[4]):
+        x.fill_(-0.0)
+    case.routed[:, 5], case.shared[:, 5], case.residual[5] = 1e-40, -1e-40, 0.0
+    case.routed[2, 6, 3] = float("inf")
+    case.routed[:, 7], case.shared[:, 7], case.residual[7] = 0.0, 0.0, 0.0
+    for part in (case.routed, case.shared):  # 2^24 + 1 - 2^24 is 0 in rank order and 1 in two others
+        part[0, 7], part[1, 7], part[2, 7] = 2.0**24, 1.0, -(2.0**24)
+    case.routed[0, 9, 0] = float("nan")
+    case.shared[:, 10] = 3e38
+    kept = [ask(group, case, 12, form) for form in (*Form, *Form)]
+    assert group.run(skew=5) == 0
+    model = case.model(Numerics.K0, pair=True)
+    for out in (out for outs in kept for out in outs):
+        assert torch.equal(out.view(torch.int16), kept[0][0].view(torch.int16))
+    out = kept[0][0]
+    assert all(torch.equal(out[row], clean[0][row]) for row in (0, 8, 11))
+    assert torch.equal(out.isnan(), model.isnan())
+    assert torch.equal(out.isinf(), model.isinf())
+    assert torch.equal(out[7], torch.zeros_like(out[7]))
+    torch.testing.assert_close(out, model, rtol=2**-7, atol=1e-2, equal_nan=True)
+    # Empty words are passed on as other NaNs, so none is ever left over.
+    assert not (out.view(torch.int32) == -1).any()
+
+
+@NEEDS_GXX
+@pytest.mark.parametrize("weights", [BF16, torch.float32])
+def test_deferred_finalize_gives_the_bits_of_a_ready_sum(ranks: Callable[..., Ranks], weights: torch.dtype) -> None:
+    ready, later = ranks("two"), ranks("two", 2, weights)
+    g = ready.geometry
+    for m, k, count in ((5, 16, 20), (3, 37, 9), (9, 3, 0)):
+        generator = torch.Generator().manual_seed(m)
+        case = reference.random_case(2, m, g.hidden_size, g.latent_size, dtype=BF16, seed=m)
+        given, sums = [], []
+        for _ in range(2):
+            rows = torch.randn(count, g.latent_size + 8, generator=generator).to(BF16)
+            index = torch.randint(-1, max(1, count), (m * k,), generator=generator, dtype=torch.int32)
+            index[torch.rand(m * k, generator=generator) < 0.3] = -1
+            if not count:
+                index.fill_(-1)
+            factors = torch.rand(m * k, generator=generator).to(weights)
+            sums.append(finalize(Deferred(rows, factors, index, m), g.latent_size))
+            unnamed = torch.ones(count, dtype=torch.bool)
+            unnamed[index[index >= 0].long()] = False
+            rows[unnamed] = float("nan")  # never read
+            rows[:, g.latent_size :] = float("nan")
+            given.append(Deferred(rows, factors, index, m))
+        case.routed.copy_(torch.stack(sums))
+        expected = ask(ready, case, m, Form.SPLIT)
+        assert ready.run() == 0
+        for form in Form:
+            outs = outputs(g, m)
+            for rank, tail in enumerate(later.tails):
+                tail(
+                    routed=given[rank],
+                    shared=case.shared[rank],
+                    residual=case.residual,
+                    up_weight=case.up_weight,
+                    sharded=False,
+                    norm_weight=case.norm_weight,
+                    out=outs[rank],
+                    form=form,
+                )
+            assert later.run() == 0
+            assert all(torch.equal(out, expected[0]) for out in outs)
+
+
+@NEEDS_GXX
+def test_layouts_and_the_next_norm(ranks: Callable[..., Ranks]) -> None:
+    group = ranks("three")
+    g = group.geometry
+    case, expected = exact(group, 5, bias=True)
+    assert case.norm_weight is not None
+    assert case.up_bias is not None
+    assert case.residual is not None
+    outs, normed = outputs(g, 5), outputs(g, 5)
+    gain = torch.rand(g.hidden_size) + 0.5
+    wide_norm, wide_bias = case.norm_weight.float(), case.up_bias.float()  # they have to live until the run
+    apart = torch.full((3, 5, g.latent_size + 24), float("nan"), dtype=BF16)
+    apart[:, :, 8 : 8 + g.latent_size] = case.routed
+    weight = torch.cat((case.up_weight, case.up_weight[:, :8]), 1)[:, : g.latent_size]
+    for rank, tail in enumerate(group.tails):
+        tail(
+            routed=apart[rank, :, 8 : 8 + g.latent_size],
+            shared=case.shared[rank],
+            residual=case.residual,
+            up_weight=weight[rank * g.columns : (rank + 1) * g.columns],
+            sharded=True,
+            norm_weight=wide_norm,
+            up_bias=wide_bias,
+            next_norm_weight=gain,
+            normed=normed[rank],
+            out=outs[rank],
+        )
+    assert group.run() == 0
+    x = expected.double()
+    truth = x * torch.rsqrt(x.square().mean(1, keepdim=True) + 1e-5) * gain.double()
+    for out, norm in zip(outs, normed, strict=True):
+        assert torch.equal(out, expected)
+        accuracy = reference.measure(norm, truth)
+        assert accuracy.error <= 1.005 * accuracy.ideal_error
+
+
+@NEEDS_GXX
+@pytest.mark.parametrize(("form", "phase"), [(Form.WHOLE, "latent"), (Form.SPLIT, "gather")])
+def test_a_rank_that_stops_is_named(ranks: Callable[..., Ranks], form: Form, phase: str) -> None:
+    """Without its last kernel, which is all of the call or its second half."""
+    group = ranks("three", deadline=1e-4)
+    case, _ = exact(group, 2)
+    for _ in range(2):
+        ask(group, case, 2, form, layer=5)
+    assert group.run(silent=1) == 1
+    found = [Expired.read(tail.record) for tail in group.tails]
+    assert found[1] is None
+    told = [expired for expired in found if expired is not None]
+    assert told
+    for expired in told:
+        assert (expired.operation, expired.layer, expired.call) == ("moe_tail", 5, 1)
+        assert (expired.phase, expired.peer) == (phase, 1)
+        assert expired.error(3, 0, 1e-4).ranks == (1,)
+
+
+WRONG = {
+    "the region that comes next is cleared": ("(region == 0 ? 2 : region - 1)", "(region == 2 ? 0 : region + 1)"),
+    "this call's rows are cleared": ("load_gpu(&a.counters->rows[(call + 1) & 1])", "a.rows"),
+    "nothing is cleared": ("i < all; i += (u64)gridDim.x * THREADS)", "i < 0; i += (u64)gridDim.x * THREADS)"),
+    "two regions": ("const int region = (int)(call % 3);", "const int region = (int)(call % 2);"),
+    "the gather is not emptied": ("store_sys(a.own_gather + start + 2 * i * C, empty(uint2()));", ""),
+    "groups do not wait for their slices": ("while (acquire(arrived) != SLICES)", "while (false)"),
+    "a column too far": ("column = slice * SLICE + 8 * t;", "column = slice * SLICE + 8 * (t ^ 1);"),
+    "empty words are sent as they are": ("    v = publishable(v);\n", ""),
+}
+"""Changes of the source that make it wrong, and that the checks above must see."""
+
+
+@NEEDS_GXX
+@pytest.mark.parametrize("wrong", WRONG)
+def test_a_wrong_kernel_is_seen(wrong: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    old, new = WRONG[wrong]
+    for path in FOLDER.glob("*.cu*"):
+        text = path.read_text(encoding="utf-8")
+        if path.name == "tail_fusion.cu":
+            assert old in text
+            text = text.replace(old, new)
+        (tmp_path / path.name).write_text(text, encoding="utf-8")
+    monkeypatch.setattr(tail_emulator, "FOLDER", tmp_path)
+    hidden, latent, world, capacity = CUTS["three"]
+    g = Geometry.choose(hidden, latent, world, arch="sm_90a", capacity=capacity)
+    group = Ranks(tail_emulator.build(tmp_path / "built", g, 2), g, deadline=1e-3)
+    for seed in range(6):
+        group.fill()
+        kept = []
+        for number, m in enumerate((12, 1, 9, 2, 12, 3)):
+            case, expected = exact(group, m, number)
+            if m > 9:
+                case.routed[0, 9, 8:10].view(torch.int16).fill_(-1)
+                expected[9] = float("nan")
+            kept.append((expected, ask(group, case, m, list(Form)[number // 3])))
+        if group.run(seed=seed, skew=3) != 0:
+            return
+        if not all(torch.equal(o.nan_to_num(7.0), expected.nan_to_num(7.0)) for expected, outs in kept for o in outs):
+            return
+    pytest.fail("nothing was wrong")
