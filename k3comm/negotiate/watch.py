@@ -9,6 +9,7 @@ counts is not what a collective returned but what one key of the store holds, th
     alive/<rank>   the answer
     raised/<rank>  why a rank raised in a stage where its peers may wait for it
     done           how many ranks came through the last collective
+    failed         after the round: somebody's collective in a forward failed; failed/<rank> is the answer
     verdict        "commit", or the text with which every rank raises; only ever written by compare_set, from empty
 
 A round (one negotiation, one `reserve`) ends by arbitration: the rank that completes `done` tries to write "commit"; a
@@ -52,7 +53,7 @@ from k3comm.buffers.symmetric import Limit, describe
 from k3comm.errors import CommunicationTimeoutError, NegotiationError, PeerTimeoutError
 from k3comm.negotiate.decide import name_ranks
 from k3comm.negotiate.exchange import Exchange, GroupExchange, Late, WaitEnded
-from k3comm.tiers.waiting import POLL
+from k3comm.tiers.waiting import POLL, WaitingEndedError
 
 T = TypeVar("T")
 
@@ -170,14 +171,23 @@ class WatchedExchange:
         """See `Exchange`. Raises as `min`."""
         return self._collective(lambda inner: inner.gather(payload))
 
-    def run(self, collective: Callable[[], T], *, meet: bool = False) -> T:
+    def look(self) -> None:
+        """For collectives of a tier that wait: whether a peer has given up, in a round or in a forward.
+
+        Raises:
+            WaitingEndedError: one has, in a forward. ClaimedError: in a round.
+        """
+        self._round.look_around()
+
+    def run(self, collective: Callable[[], T], *, meet: bool = False, looks: bool = False) -> T:
         """One stage: anything collective that ends by itself, by a deadline of its own. Raises as `min`.
 
         Args:
+            looks: what waits in it calls `look`.
             meet: no rank enters before all have come. For what runs on a device: NCCL connects in its first collective,
                 without a limit that could be set, and ends the process where a peer is missing later.
         """
-        return self._run(collective, f"{self._seconds:g} s ({self._setting})", looks=False, meet=meet)
+        return self._run(collective, f"{self._seconds:g} s ({self._setting})", looks=looks, meet=meet)
 
     def _collective(self, call: Callable[[Exchange], T]) -> T:
         inner = self._inner
@@ -195,7 +205,7 @@ class WatchedExchange:
             current.meet()
         try:
             result = collective()
-        except _ClaimedError:
+        except ClaimedError:
             current.obey()
         except Exception as error:
             current.give_up(error)
@@ -251,8 +261,8 @@ class WatchedExchange:
             current.close()
 
 
-class _ClaimedError(Exception):
-    """Somebody gives up."""
+class ClaimedError(Exception):
+    """Somebody gives up, in a round: nobody but the round catches it."""
 
 
 class _Round:
@@ -324,7 +334,7 @@ class _Round:
     def look(self) -> None:
         """While a collective waits."""
         if self._clerk is not None and self._ask(lambda store: bool(store.check([self._key("claim")]))):
-            raise _ClaimedError
+            raise ClaimedError
 
     def obey(self) -> None:
         """Somebody gave up: says that this rank is alive and takes the verdict; returns if it is to go on after all."""
@@ -442,6 +452,20 @@ class _Round:
             )
         )
 
+    def look_around(self) -> None:
+        if self._clerk is not None:
+            self.look()
+        elif self._store is not None and self._base:
+            clerk = _Clerk(self._store)
+            try:
+                failed = clerk.ask(lambda store: bool(store.check([self._key("failed")])))
+            except StoreLostError:  # then the collective's own deadline is all there is
+                return
+            finally:
+                clerk.dismiss()
+            if failed:
+                raise WaitingEndedError("a peer says that its collective failed")
+
     def roll_call(self) -> tuple[int, ...]:
         if self._store is None or self._clerk is not None or not self._base:
             return ()
@@ -452,8 +476,12 @@ class _Round:
             missing[:] = [rank for rank in range(self._size) if not store.check([self._key(f"failed/{rank}")])]
             return not missing
 
+        def failed(store: Store) -> None:
+            store.set(self._key(f"failed/{self._rank}"), "1")
+            store.set(self._key("failed"), "1")
+
         try:
-            self._clerk.ask(lambda store: store.set(self._key(f"failed/{self._rank}"), "1"))
+            self._clerk.ask(failed)
             self._poll(answered, ANSWER)
         except (StoreLostError, CommunicationTimeoutError):
             return ()

@@ -28,7 +28,7 @@ from k3comm.kernels import dense
 from k3comm.operations import Proposal, TailArguments
 from k3comm.tiers.interface import Plan, TailCall, TailTier, TailWeights, TierContext
 from k3comm.tiers.self_check import check_sums
-from k3comm.tiers.waiting import finished
+from k3comm.tiers.waiting import WaitingEndedError, finished
 
 # torch 2.13 renamed it and warns on every call of the old name.
 _all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -104,12 +104,15 @@ class Collectives:
             PeerTimeoutError: it failed, and the store tells which ranks don't say so too.
             CommunicationTimeoutError: it failed.
         """
-        seconds, failure = self._deadline.total_seconds(), None
+        seconds = self._deadline.total_seconds()
+        failure: Exception | None = None
         try:
-            if finished(start(self._context.group), seconds):
+            if finished(start(self._context.group), seconds, self._context.look):
                 return
         except RuntimeError as error:
             failure = error
+        except WaitingEndedError as ended:
+            failure = ended
         missing = () if self._context.missing is None else self._context.missing()
         who = (
             f"; rank{'s' if len(missing) > 1 else ''} {', '.join(map(str, missing))} can't be reached: late, or gone"

@@ -7,6 +7,11 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
+
+class WaitingEndedError(Exception):
+    """What a look raises that ends the waiting: a peer has given up."""
+
+
 POLL = 0.05
 """Seconds of a slice: what a look at something else takes to be noticed, and what a lost wake-up costs at most."""
 
