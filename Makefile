@@ -19,7 +19,7 @@ DISTRIBUTED = -m pytest tests/distributed -v -p no:cacheprovider
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup demo test test-unit test-distributed test-slow test-gpu lint bench clean
+.PHONY: help setup demo test test-unit test-distributed test-slow test-gpu test-shared-gpu lint bench clean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile | while IFS="$$(printf '\t')" read -r target what; do \
@@ -42,11 +42,11 @@ demo: $(READY)  ## what the library chooses, and why, on this machine
 # One computing thread a process: the tests start more processes than there are cores. Ranks of one host talk over the
 # loopback, whatever the host's name resolves to. NVLink multicast stays off in the project's own runs, because shared
 # test hosts can be put out of service by it.
-test test-unit test-distributed test-slow test-gpu: export OMP_NUM_THREADS := 1
-test test-unit test-distributed test-slow test-gpu: export GLOO_SOCKET_IFNAME ?= lo
-test test-unit test-distributed test-slow test-gpu: export NCCL_NVLS_ENABLE := 0
-test test-unit test-distributed test-slow test-gpu: export TORCH_SYMM_MEM_DISABLE_MULTICAST := 1
-test test-unit test-distributed test-slow test-gpu: export NVSHMEM_DISABLE_NVLS := 1
+test test-unit test-distributed test-slow test-gpu test-shared-gpu: export OMP_NUM_THREADS := 1
+test test-unit test-distributed test-slow test-gpu test-shared-gpu: export GLOO_SOCKET_IFNAME ?= lo
+test test-unit test-distributed test-slow test-gpu test-shared-gpu: export NCCL_NVLS_ENABLE := 0
+test test-unit test-distributed test-slow test-gpu test-shared-gpu: export TORCH_SYMM_MEM_DISABLE_MULTICAST := 1
+test test-unit test-distributed test-slow test-gpu test-shared-gpu: export NVSHMEM_DISABLE_NVLS := 1
 
 test:  ## the unit tests, then the distributed suite for each world size in WORLDS
 	@$(MAKE) --no-print-directory test-unit
@@ -61,8 +61,16 @@ test-distributed: $(READY)  ## the distributed suite alone
 	    $(RANKS) $$world $(DISTRIBUTED) $(PYTEST_ARGS); done
 
 GPUS ?= 2
-test-gpu: $(READY)  ## the library tiers over NCCL, on GPUS GPUs of this machine
-	$(RANKS) $(GPUS) -m pytest tests/distributed/test_tiers.py tests/distributed/test_cuda.py --nccl -v -p no:cacheprovider
+SHARED_WORLDS ?= 2 4 8
+ON_GPUS = test_tiers.py test_cuda.py test_cuda_memory.py test_staged_cuda.py test_tail_cuda.py
+ON_ONE_GPU = test_cuda_memory.py test_staged_cuda.py test_tail_cuda.py
+test-gpu: $(READY)  ## every tier on GPUS GPUs of this machine, with NCCL
+	$(RANKS) $(GPUS) -m pytest $(addprefix tests/distributed/,$(ON_GPUS)) --nccl -v -p no:cacheprovider $(PYTEST_ARGS)
+
+test-shared-gpu: $(READY)  ## the tiers over device memory, with SHARED_WORLDS ranks on one GPU
+	@set -e; for world in $(SHARED_WORLDS); do \
+	    $(RANKS) $$world -m pytest $(addprefix tests/distributed/,$(ON_ONE_GPU)) --shared-gpu -v -p no:cacheprovider \
+	    $(PYTEST_ARGS); done
 
 # No slow test is not a failure here (pytest's exit status 5).
 SLOW = $(BIN)/python -m pytest -m slow --collect-only -q

@@ -6,12 +6,17 @@ residual. Every rank holds 1/W of each expert's intermediate width and so makes 
 projects and adds, and applies the RMSNorm that the next layer begins with. What an engine needs is four calls:
 `Communicator.negotiate` once, `moe_tail` once a layer, `step` once a forward, and the tail itself in each layer.
 
-    python examples/moe_layer.py            # starts 2 ranks on the CPU and compares with float64
+    python examples/moe_layer.py                   # starts 2 ranks on the CPU and compares with float64
+    python examples/moe_layer.py --device cuda     # on GPUs, one a rank, or all ranks on one
+
+On GPUs a decode forward is called as engines capture it into a CUDA graph (`graph=True`), which is when the fused tail
+is chosen; the tail of a captured graph is compared with the eager one too.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 
 import torch
@@ -96,23 +101,51 @@ def float64_layer(weights: dict[str, Tensor], hidden: Tensor, residual: Tensor) 
     return out, rms_norm(out, (HIDDEN,), weights["next_norm"], EPS)
 
 
-def serve(dtype_name: str) -> list[tuple[str, int, str, float, float]]:
+def own_device(kind: str) -> torch.device:
+    """This rank's: GPUs are given out in turn, and used by several ranks where there are too few."""
+    if kind == "cpu":
+        return torch.device("cpu")
+    gpus = torch.cuda.device_count()
+    if gpus < dist.get_world_size():
+        os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"  # or torch's shared memory refuses
+    device = torch.device("cuda", dist.get_rank() % gpus)
+    torch.cuda.set_device(device)
+    return device
+
+
+def replayed(layer: LatentMoELayer, hidden: Tensor, residual: Tensor, comm: k3comm.Communicator) -> tuple[Tensor, ...]:
+    """What a CUDA graph of the tail alone gives: the experts of this plain layer look at their routing on the host."""
+    routed, shared = partial_sums(layer.weights, hidden)
+    graph = torch.cuda.CUDAGraph()
+    with comm.step(graph=True, decode=True), torch.cuda.graph(graph):
+        made = layer.tail(routed, shared, residual, next_norm_weight=layer.weights["next_norm"])
+    graph.replay()
+    return tuple(made)
+
+
+def serve(dtype_name: str, kind: str) -> list[tuple[str, int, str, float, float]]:
     """Runs on every rank: make the layer, do a few forwards, and compare each with float64."""
-    dtype, draw = getattr(torch, dtype_name), torch.Generator().manual_seed(1)
-    weights = random_weights(dtype)
+    dtype, draw, device = getattr(torch, dtype_name), torch.Generator().manual_seed(1), own_device(kind)
+    weights = {name: weight.to(device) for name, weight in random_weights(dtype).items()}
     spec = k3comm.LatentMoESpec(
         hidden_size=HIDDEN, latent_size=LATENT, top_k=TOP_K, rms_eps=EPS, max_tokens=512, dtype=dtype_name
     )
+    shared = device.type == "cuda" and torch.cuda.device_count() < dist.get_world_size()
+    settings = k3comm.Settings(allow_shared_device=shared)
     lines = []
-    with k3comm.Communicator.negotiate(spec, dist.group.WORLD) as comm:
+    with k3comm.Communicator.negotiate(spec, dist.group.WORLD, settings=settings, device=device) as comm:
         layer = LatentMoELayer(shard(weights, dist.get_rank(), dist.get_world_size()), comm, layer_index=0)
         for phase, m in FORWARDS:
-            residual = torch.randn(m, HIDDEN, generator=draw).to(dtype)
+            residual = torch.randn(m, HIDDEN, generator=draw).to(dtype).to(device)
             hidden = rms_norm(residual, (HIDDEN,), eps=EPS)
             decode = phase == "decode"
-            with comm.step(graph=False, decode=decode):
+            graph = decode and device.type == "cuda"
+            with comm.step(graph=graph, decode=decode):
                 made = layer(hidden, residual)
-            chosen = layer.tail.plan(m, decode=decode, next_norm=True).tier
+            chosen = layer.tail.plan(m, graph=graph, decode=decode, next_norm=True).tier
+            if chosen is k3comm.Tier.TAIL_FUSION and graph:
+                again = replayed(layer, hidden, residual, comm)
+                assert all(torch.equal(one, other) for one, other in zip(again, made, strict=True))
             truths = float64_layer(weights, hidden, residual)
             error, next_error = (float((x.double() - t).norm() / t.norm()) for x, t in zip(made, truths, strict=True))
             lines.append((phase, m, chosen.name, error, next_error))
@@ -123,12 +156,18 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="a tensor-parallel latent-MoE layer finished by k3comm")
     parser.add_argument("--ranks", type=int, default=2, choices=(2, 4, 8))
     parser.add_argument("--dtype", default="bfloat16", choices=("float32", "bfloat16"))
+    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     options = parser.parse_args()
     # In bfloat16 the layer rounds half a dozen times, 1.7e-3 (rms) each: 4e-3 is what to expect.
     bound = 5e-6 if options.dtype == "float32" else 6e-3
 
-    lines = k3comm.testing.run_ranks(serve, options.ranks, options.dtype)[0]
-    print(f"{options.ranks} ranks, {options.dtype}; relative rms error to float64, at most {bound:.0e}\n")
+    backend = "gloo"
+    if options.device == "cuda":
+        backend = f"cpu:gloo,cuda:{'nccl' if torch.cuda.device_count() >= options.ranks else 'gloo'}"
+    run = k3comm.testing.run_ranks(serve, options.ranks, options.dtype, options.device, backend=backend, deadline=180)
+    lines = run[0]
+    where = f"{options.ranks} ranks, {options.device}, {options.dtype}"
+    print(f"{where}; relative rms error to float64, at most {bound:.0e}\n")
     print(f"{'phase':<8} {'tokens':>6}  {'tier':<18} {'output':>9} {'next norm':>10}  ok")
     for phase, m, tier, error, next_error in lines:
         verdict = "yes" if max(error, next_error) <= bound else "NO"

@@ -145,7 +145,10 @@ class Communicator(Session):
                     lanes=local.proposal.lanes,
                     establish=establish_more,
                     missing=voted.missing,
+                    look=voted.look,
                     proposal=local.proposal,
+                    facts=local.facts,
+                    device_ranks=max(map(len, decision.shared_devices), default=1),
                 )
                 if local.device.type == "cuda":
                     connect = partial(_connect, group, local.device, world_size)

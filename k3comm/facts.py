@@ -317,6 +317,7 @@ class Reason(IntEnum):
     PAIR_DOMAIN = 32
     PAIR_SHARED = 33
     PAIR_ORDINAL = 34
+    ARCHITECTURE = 35
 
     def text(self, detail: int) -> str:
         """The reason in words."""
@@ -362,6 +363,7 @@ _TEXTS = {
         "its GPU has the same number as rank {}'s, and torch's memory takes the two for one; let every process see all "
         "GPUs (CUDA_VISIBLE_DEVICES), or set " + OVERLAP + "=1, which gives up multicast"
     ),
+    Reason.ARCHITECTURE: "its kernels are not made for compute capability {}",
 }
 
 # What a reason's number means, where it is not a number for people.
@@ -372,6 +374,7 @@ _DETAILS: Mapping[Reason, Callable[[int], str]] = {
     Reason.UNKNOWN_FACT: lambda index: _word(tuple(ASKED.values()), index),
     Reason.VETO: lambda index: _word(VETOES, index),
     Reason.CAPABILITY: lambda number: f"{number // 10}.{number % 10}",
+    Reason.ARCHITECTURE: lambda number: f"{number // 10}.{number % 10}",
     Reason.FABRIC_STATE: lambda state: _fabric_text(state),
     Reason.OPERATORS: lambda index: _word(OPERATORS, index),
     Reason.IMEX: lambda finding: _IMEX_TEXTS.get(finding, f"IMEX finding {finding}"),  # type: ignore[call-overload]

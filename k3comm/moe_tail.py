@@ -147,7 +147,8 @@ class MoETail:
             InputError, PlanError: before any peer is involved.
             CaptureError: a CUDA graph is being captured and the plan is not for a graph.
             CommunicationTimeoutError, PeerTimeoutError: on CPU, a peer did not come within `settings.poll_deadline`;
-                the latter names it. The communicator can't go on then (ClosedError).
+                the latter names it. On a GPU our own kernels end such a wait with the process's CUDA context, and the
+                next call raises PeerTimeoutError. The communicator can't go on then (ClosedError).
         """
         if torch.compiler.is_compiling():
             return self._traced((routed,), shared, residual, plan, output, next_norm_weight)
@@ -187,8 +188,8 @@ class MoETail:
             given = (rows, expert_weights, permuted_index)
             return self._traced(given, shared, residual, plan, output, next_norm_weight)
         self._session._check_open()
-        routed = self._finalized(rows, expert_weights, permuted_index, num_tokens)
-        return self._run(self._weights, routed, shared, residual, plan, output, next_norm_weight)
+        deferred = self._deferred(rows, expert_weights, permuted_index, num_tokens)
+        return self._run(self._weights, deferred, shared, residual, plan, output, next_norm_weight)
 
     @torch.no_grad()
     def reduce_routed(self, routed: Tensor) -> Tensor:
@@ -269,17 +270,18 @@ class MoETail:
             sharded=self._weights.sharded,
         )
         if rows is not None and expert_weights is not None and permuted_index is not None:
-            routed = self._finalized(rows, expert_weights, permuted_index, shared.shape[0])
+            deferred = self._deferred(rows, expert_weights, permuted_index, shared.shape[0])
+            return self._run(weights, deferred, shared, residual, None, output, next_norm_weight)
         if routed is None:
             raise InputError("routed: None given; accepted is a tensor, or rows that are not finalised")
         check_rows("routed", routed, session, session.spec.latent_size)
         return self._run(weights, routed, shared, residual, None, output, next_norm_weight)
 
-    def _finalized(self, rows: Tensor, expert_weights: Tensor, permuted_index: Tensor, num_tokens: int) -> Tensor:
-        spec = self._session.spec
+    def _deferred(self, rows: Tensor, expert_weights: Tensor, permuted_index: Tensor, num_tokens: int) -> Deferred:
+        session = self._session
         given = Deferred(rows, expert_weights, permuted_index, num_tokens)
-        given.check(spec.latent_size, self._session.dtype, self._session.device)
-        return finalize(given, spec.latent_size)
+        given.check(session.spec.latent_size, session.dtype, session.device)
+        return given
 
     def _traced(
         self,
@@ -306,7 +308,7 @@ class MoETail:
     def _run(
         self,
         weights: TailWeights,
-        routed: Tensor,
+        routed: Tensor | Deferred,
         shared: Tensor,
         residual: Tensor | None,
         plan: Plan | None,
@@ -315,7 +317,8 @@ class MoETail:
         latent: Tensor | None = None,
     ) -> Any:
         session = self._session
-        hidden, rows = session.spec.hidden_size, routed.shape[0]
+        hidden = session.spec.hidden_size
+        rows = routed.num_tokens if isinstance(routed, Deferred) else routed.shape[0]
         check_rows("shared", shared, session, hidden)
         if shared.shape[0] != rows:
             raise InputError(f"shared: {shared.shape[0]} rows given; accepted are the {rows} of the routed part")
@@ -333,6 +336,12 @@ class MoETail:
             check_vector("next_norm_weight", next_norm_weight, hidden, session)
         given = plan is not None and latent is None
         plan = self._check_or_make_plan(plan, rows, output, next_norm_weight is not None)
+        deferred = None
+        if isinstance(routed, Deferred):
+            if rows and session._tiers[plan.tier].takes_deferred():
+                deferred, routed = routed, shared.new_empty(rows, 0)
+            else:
+                routed = finalize(routed, session.spec.latent_size)
         if session._observer is not None:
             part = "tail" if latent is None else "finish"
             self._observe(part, weights, plan, rows, given=given, residual=residual is not None)
@@ -349,6 +358,7 @@ class MoETail:
             next_norm_weight=next_norm_weight,
             normed=normed,
             latent=latent,
+            deferred=deferred,
             lane=session.lane,
             layer=self.layer_index,
         )
@@ -361,7 +371,8 @@ class MoETail:
     def _between_collectives(self) -> Iterator[None]:
         """Once a call has begun to talk, an error ends the communicator: peers may be at another collective by now.
 
-        Autocast would round what a tier keeps in fp32.
+        An error of the device may be the end of an earlier call, which its tier can tell (`TailTier.failure`). Autocast
+        would round what a tier keeps in fp32.
         """
         kind = self._session.device.type
         try:
@@ -371,7 +382,11 @@ class MoETail:
             else:
                 yield
         except BaseException as error:
-            self._session.broken = self._session.broken or f"{type(error).__name__}: {error}"
+            failure = self._session._failure_behind(error)
+            ended = failure or error
+            self._session.broken = self._session.broken or f"{type(ended).__name__}: {ended}"
+            if failure is not None:
+                raise failure from error
             raise
 
     def _observe(self, part: str, weights: TailWeights, plan: Plan, rows: int, *, given: bool, residual: bool) -> None:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import itertools
 import sys
+import time
 import warnings
 import weakref
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from contextvars import ContextVar
 from types import TracebackType
 from typing import Any, Protocol, TypeVar
@@ -36,6 +37,9 @@ from k3comm.streams import StreamOrder
 from k3comm.tiers import UNLIMITED, Agreement, Axes, Tier, Windows, obstacle, plugins, select_tier
 from k3comm.tiers.interface import Plan, TailTier, TierContext
 from k3comm.uniform import observer_for
+
+CLOSE_SECONDS = 1.0
+"""How long `close` waits for this rank's own kernels, which may write to peers, before it says goodbye to them."""
 
 _serials = itertools.count()
 _sessions: weakref.WeakValueDictionary[str, Session] = weakref.WeakValueDictionary()
@@ -243,13 +247,22 @@ class Session:
 
         Raises:
             ClosedError: closed, or broken. CaptureError: a graph is being captured.
+            PeerTimeoutError: on a GPU, a wait of an earlier call has expired; names the rank.
         """
         if self.suspended and not self.closed:
             return
         self._check_open()
         self._check_no_capture("suspend")
         if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
+            try:
+                torch.cuda.synchronize(self.device)
+            except RuntimeError as error:
+                failure = self._failure_behind(error)
+                ended = failure or error
+                self.broken = f"suspend: {type(ended).__name__}: {ended}"
+                if failure is not None:
+                    raise failure from error
+                raise
         self.suspended = True
         for tail in self.handles.values():
             tail.forget_plans()
@@ -290,6 +303,9 @@ class Session:
         self.closed = True
         for tail in self.handles.values():
             tail.forget_plans()
+        if self.device.type == "cuda" and not self.broken:
+            mine = None if self.streams is None else self.streams.stream
+            _wait_idle([torch.cuda.current_stream(self.device), *filter(None, [mine])], CLOSE_SECONDS)
         store = self._exchange.store
         if store is not None and self.world_size > 1 and not self.broken and _is_registered(self._group):
             part(store, self._farewell, self.world_size)
@@ -335,6 +351,13 @@ class Session:
                 f"communicator {self.name} can't go on: a call failed between its collectives, and what peers did then "
                 f"is not known ({self.broken}); close it and negotiate anew, in new processes where a peer is gone"
             )
+
+    def _failure_behind(self, error: BaseException) -> Exception | None:
+        """What a tier's earlier call on the device left behind, if that may be why `error` was raised; else None."""
+        if self.device.type == "cpu" or not isinstance(error, RuntimeError):
+            return None
+        failure = next(filter(None, (plugin.failure() for plugin in self._tiers.values())), None)
+        return None if type(failure) is type(error) else failure
 
     def _check_no_capture(self, what: str) -> None:
         if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
@@ -411,6 +434,15 @@ def open_session(name: str) -> Session:
         state = "does not exist, or was collected" if session is None else "is closed"
         raise ClosedError(f"communicator {name!r} {state}; a compiled model needs the one it was built with, open")
     return session
+
+
+def _wait_idle(streams: Iterable[Any], seconds: float) -> None:
+    """Waits until the work of some CUDA streams is done, or has failed, or for so many seconds: a peer may be gone."""
+    limit = time.monotonic() + seconds
+    with suppress(RuntimeError):  # a context that has ended has no work left
+        for stream in streams:
+            while not stream.query() and time.monotonic() < limit:
+                time.sleep(0.0005)
 
 
 def _global_ranks(context: TierContext) -> tuple[int, ...]:

@@ -142,7 +142,7 @@ class Settings:
         pdl: programmatic dependent launch where it is supported (K3COMM_PDL).
         vote_deadline: seconds that a collective of the negotiation may take (K3COMM_VOTE_DEADLINE).
         rendezvous_deadline: seconds that a stage of making shared memory may take (K3COMM_RENDEZVOUS_DEADLINE).
-        poll_deadline: seconds that a forward waits on a peer, on CPU (K3COMM_POLL_DEADLINE).
+        poll_deadline: seconds that a forward waits on a peer, on CPU and in our own kernels (K3COMM_POLL_DEADLINE).
         check_uniform: compare what the ranks do, call by call (K3COMM_CHECK_UNIFORM).
         allow_shared_device: several ranks on one GPU are meant (K3COMM_ALLOW_SHARED_DEVICE).
         record: folder of the decision recorder, a file a rank; None is off (K3COMM_RECORD).

@@ -13,6 +13,7 @@ is fatal on this rank (`RendezvousError`): nobody can tell where in the collecti
   handles carry how many each process has been through here. What an engine does with torch's module by itself is not
   counted.
 - Torch frees with a synchronisation of the device. A kernel that waits for a dead peer never ends, nor does `release`.
+  In a CUDA context that an error has ended (a kernel's trap) freeing would abort the process: such memory is kept.
 - Multicast is what torch's handle offers. Torch makes the object inside its rendezvous where every GPU of the group has
   multicast, unless TORCH_SYMM_MEM_DISABLE_MULTICAST or TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES is set. Nothing here
   makes one.
@@ -22,6 +23,7 @@ is fatal on this rank (`RendezvousError`): nobody can tell where in the collecti
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import struct
 from collections.abc import Callable, Sequence
@@ -254,12 +256,30 @@ class CudaMemory(SymmetricMemory):
         return self._blocks[rank]
 
     def release(self) -> None:
-        """See `SymmetricMemory`. Waits for all work on the device, as torch frees."""
+        """See `SymmetricMemory`. Waits for all work on the device, as torch frees.
+
+        If that has failed, and the CUDA context with it, the memory is kept until the process ends.
+        """
+        if self._own is not None and not _works(self._own.device):
+            for kept in (self._own, self._handle):
+                # Not a list: the interpreter empties modules at its exit, and torch would free then.
+                ctypes.pythonapi.Py_IncRef(ctypes.py_object(kept))
         self._blocks = []
         self._handle = None
         self._own = None
         self.pointers = ()
         self.multicast_ptr = self.multicast_objects = 0
+
+
+def _works(device: torch.device) -> bool:
+    """Whether work on a device can still be waited for; waits for it."""
+    if device.type != "cuda":
+        return True
+    try:
+        torch.cuda.synchronize(device)
+    except RuntimeError:
+        return False
+    return True
 
 
 def handles_refusal(handles: Sequence[bytes], world_size: int) -> str | None:

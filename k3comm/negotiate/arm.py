@@ -23,7 +23,7 @@ from k3comm.negotiate.agree import Local
 from k3comm.negotiate.blocks import Place
 from k3comm.negotiate.decide import Decision, name_ranks
 from k3comm.negotiate.exchange import Exchange
-from k3comm.negotiate.watch import ANSWER, WatchedExchange
+from k3comm.negotiate.watch import ANSWER, ClaimedError, WatchedExchange
 from k3comm.tiers import Tier, plugins
 from k3comm.tiers.interface import TailTier, TierContext
 
@@ -143,16 +143,19 @@ def checked(plugin: TailTier, context: TierContext, stage: WatchedExchange) -> s
         try:
             verdict = plugin.self_check(context)
         except (CommunicationTimeoutError, PeerTimeoutError) as error:
-            # Over its own memory nothing is out of step for the other tiers, if the peer is alive and said why.
-            if own_memory and stage.peer_raised():
+            # Over its own memory nothing is out of step for the other tiers, if the peer is alive and said why. On a
+            # GPU the wait that expired has ended the context, and with it every tier.
+            if own_memory and context.device.type == "cpu" and stage.peer_raised():
                 return describe(error)
+            raise
+        except ClaimedError:  # the round's own
             raise
         except Exception as error:
             stage.raised(error, 2 * context.settings.poll_deadline + ANSWER)
             return describe(error)
         return "" if verdict else str(verdict)
 
-    return stage.run(check, meet=context.device.type != "cpu")
+    return stage.run(check, meet=context.device.type != "cpu", looks=not own_memory)
 
 
 def _drop(

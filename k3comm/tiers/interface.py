@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
     from k3comm.buffers.symmetric import BufferRequest, SymmetricMemory
+    from k3comm.kernels.finalize import Deferred
     from k3comm.operations import Proposal
 
 Project = Callable[["Tensor"], "Tensor"]
@@ -47,6 +48,9 @@ class TierContext:
             block it starts; None and 0 for a tier without footprint.
         missing: after a collective of a forward failed on this rank: the ranks that don't report the same soon; empty
             where that can't be told.
+        look: called now and then while a collective waits; raises if a peer has given up.
+        facts: this rank's own, as its verdict was made from them.
+        device_ranks: ranks on one device, where most are: the same on every rank.
     """
 
     spec: LatentMoESpec
@@ -61,7 +65,10 @@ class TierContext:
     offset: int = 0
     establish: Callable[[int], SymmetricMemory | str] | None = None
     missing: Callable[[], tuple[int, ...]] | None = None
+    look: Callable[[], None] | None = None
     proposal: Proposal | None = None
+    facts: Facts | None = None
+    device_ranks: int = 1
 
 
 @attrs.frozen(kw_only=True, eq=False)
@@ -120,6 +127,8 @@ class TailCall:
         next_norm_weight: [H], or None.
         normed: where the next RMSNorm goes, in the result's shape; None without `next_norm_weight`.
         latent: [m, L], the sum of all ranks' routed parts, where it was reduced before; then `routed` is not read.
+        deferred: what this rank's routed partial sum is still to be made of, for a tier that takes it
+            (`TailTier.takes_deferred`); then `routed` is [m, 0].
         lane: the micro-batch, of `TierContext.lanes`. layer: the layer's index, for errors.
     """
 
@@ -131,6 +140,7 @@ class TailCall:
     next_norm_weight: Tensor | None = None
     normed: Tensor | None = None
     latent: Tensor | None = None
+    deferred: Deferred | None = None
     lane: int = 0
     layer: int = 0
 
@@ -181,6 +191,20 @@ class TailTier(ABC):
     def run(self, call: TailCall) -> Tensor:
         """The work: [m, H], or [ceil(m/W), H] with output="rows". Fills `call.normed` if it is there."""
 
+    def takes_deferred(self) -> bool:
+        """Whether `run` makes the routed partial sum itself where it is not finalised, to the same bits. Once prepared.
+
+        Others are given the finished sum.
+        """
+        return False
+
+    def failure(self) -> Exception | None:
+        """What has ended one of its calls on the device, known only after `run` has returned; None if nothing has.
+
+        Local, and cheap: it may be asked after any error of the device, also one that another tier ran into.
+        """
+        return None
+
     def reserve(self, rows: int) -> int:
         """Makes room for `rows` rows; the rows it can take then, 0 if nothing grew. Collective, outside forwards."""
         return 0
@@ -192,7 +216,7 @@ class TailTier(ABC):
         """
 
     def memory(self) -> dict[str, int]:
-        """Bytes of shared memory on this rank by what they are for."""
+        """Bytes on this rank by what they are for: its shared memory, and what its kernels have for themselves."""
         return {}
 
     def close(self) -> None:  # noqa: B027 - most tiers hold nothing

@@ -14,21 +14,33 @@ import torch
 from torch import Tensor
 
 from k3comm.facts import Reason, Verdict
+from k3comm.kernels import dense
+from k3comm.kernels.finalize import Deferred
 from k3comm.tiers.interface import Plan, TailCall, TailTier, TailWeights, TierContext
 
 _ENTRIES = 13
 """Of a table. A prime, so that neighbouring rows and columns run through it in other orders."""
 
 
-def check_sums(tier: TailTier, context: TierContext, rows: int, *, ordered: bool = False) -> Verdict:
+def check_sums(
+    tier: TailTier,
+    context: TierContext,
+    rows: int,
+    *,
+    ordered: bool = False,
+    deferred: torch.dtype | None = None,
+    next_norm: bool = False,
+) -> Verdict:
     """Runs a prepared tier on `rows` rows, in each lane that has memory of its own. Collective.
 
     Args:
         ordered: the tier adds in fp32 in rank order, and projects by W_up alone: it gets this rank's rows of a W_up
             with a single one in each, else a projection that does the same.
+        deferred: the routed sums are given as one expert's rows with a weight of one, of this dtype.
+        next_norm: the RMSNorm of the result is asked for too, and looked at.
 
     Returns:
-        Yes, or no with SELF_CHECK if a bit differs on this rank.
+        Yes, or no with SELF_CHECK if a bit differs on this rank; in the next norm, more than two roundings.
     """
     spec, world = context.spec, context.world_size
     table = _ordered_table(world) if ordered else _integer_table(world)
@@ -50,6 +62,7 @@ def check_sums(tier: TailTier, context: TierContext, rows: int, *, ordered: bool
         sharded=ordered,
     )
     mine = table[context.rank].to(context.dtype)
+    gain = torch.ones(spec.hidden_size, dtype=context.dtype, device=context.device)
     right = True
     for lane in range(1 if context.memory is None else context.lanes):
         plan = Plan(
@@ -59,19 +72,33 @@ def check_sums(tier: TailTier, context: TierContext, rows: int, *, ordered: bool
             tier=tier.name,
             forced=True,
             output="full",
-            next_norm=False,
+            next_norm=next_norm,
             communicator=("self-check", 0),
         )
+        routed = mine[latent].to(context.device)
         call = TailCall(
-            routed=mine[latent].to(context.device),
+            routed=routed if deferred is None else routed[:, :0],
+            deferred=None if deferred is None else _one_expert(routed, deferred),
             shared=mine[hidden].to(context.device),
             residual=residual.to(context.device),
             plan=plan,
             weights=weights,
+            next_norm_weight=gain if next_norm else None,
+            normed=torch.empty_like(expected) if next_norm else None,
             lane=lane,
         )
         right = torch.equal(tier.run(call), expected) and right  # every lane, also after one that is wrong
+        if call.normed is not None:
+            normed = dense.rms_norm(expected.float(), gain, spec.rms_eps)
+            right = torch.allclose(call.normed.float(), normed, rtol=2**-7, atol=0) and right
     return Verdict.yes() if right else Verdict.no(Reason.SELF_CHECK)
+
+
+def _one_expert(routed: Tensor, dtype: torch.dtype) -> Deferred:
+    """The partial sums as what is still to be weighted, by one, and summed, of one term."""
+    rows, device = routed.shape[0], routed.device
+    index = torch.arange(rows, dtype=torch.int32, device=device)
+    return Deferred(routed, torch.ones(rows, dtype=dtype, device=device), index, rows)
 
 
 def _places(rows: int, width: int, step: int) -> Tensor:

@@ -8,7 +8,8 @@
     6  gather: copy out, and empty the mailbox
 
 Every row is projected by itself, in one order whatever m is: the same row gives the same bits in any batch, on every
-rank. On the host the mailboxes are host memory; protocol and generations are `buffers/mailbox.py`'s.
+rank. Protocol and generations are `buffers/mailbox.py`'s, whose mailboxes are host memory on CPU; on GPUs the same
+layout lies in device memory, and all of this is one kernel (`_tail_device.py`, `kernels/tail_fusion.cu`).
 """
 
 from __future__ import annotations
@@ -17,18 +18,23 @@ from typing import ClassVar
 
 from torch import Tensor
 
+from k3comm.buffers.cuda import CudaMemory
 from k3comm.buffers.mailbox import FRAGMENT, MailboxLayout, MailboxPool, mailbox_bytes
 from k3comm.buffers.symmetric import Block, BufferRequest
 from k3comm.facts import Facts, Reason, Verdict
 from k3comm.kernels import dense
+from k3comm.kernels.compile import ARCHITECTURES
+from k3comm.kernels.tail_fusion import MAX_ROWS
 from k3comm.operations import Proposal, TailArguments
+from k3comm.tiers._tail_device import WEIGHT_DTYPES, DeviceTail
+from k3comm.tiers.device import either, multicast_verdict, peer_verdict
 from k3comm.tiers.host import host_verdict
 from k3comm.tiers.interface import Plan, TailCall, TailTier, TierContext
 from k3comm.tiers.self_check import check_sums
 from k3comm.tiers.tier import Numerics, Tier
 
-MAX_ROWS = 64
-"""Rows that the mailboxes hold: four times what its windows ask for."""
+CHECKED_ROWS = (3, 8, 16, 32, MAX_ROWS)
+"""Rows of a self-check on a GPU. Kernels have variants by the rows that they hold, and each of them runs once in it."""
 
 
 class Plugin(TailTier):
@@ -36,13 +42,19 @@ class Plugin(TailTier):
 
     name: ClassVar[Tier] = Tier.TAIL_FUSION
     numerics: ClassVar[Numerics] = Numerics.K0
-    transports: ClassVar[frozenset[str]] = frozenset({"host"})
+    transports: ClassVar[frozenset[str]] = frozenset({"host", "peer", "multicast"})
 
     _context: TierContext
+    _layout: MailboxLayout
     _pool: MailboxPool
+    _device: DeviceTail | None = None
 
     @classmethod
     def verdict(cls, facts: Facts, proposal: Proposal) -> tuple[Verdict, Verdict]:
+        if facts.device != "cpu":
+            return _device_verdict(facts, proposal)
+        if proposal.settings.transport not in ("auto", "host"):
+            return Verdict.no(Reason.TRANSPORT), Verdict.no(Reason.TRANSPORT)
         here = _shape_verdict(proposal)
         if here is None:
             here = host_verdict(facts, proposal.spec, MAX_ROWS)
@@ -67,28 +79,60 @@ class Plugin(TailTier):
         if context.memory is None:
             raise LookupError("TAIL_FUSION was given no memory")
         self._context = context
+        self._layout = MailboxLayout.of(
+            context.spec, world_size=context.world_size, max_rows=MAX_ROWS, lanes=context.lanes
+        )
+        if isinstance(context.memory, CudaMemory):
+            self._device = DeviceTail(context, context.memory, self._layout)
+            return
         self._pool = MailboxPool(
             context.memory,
-            MailboxLayout.of(context.spec, world_size=context.world_size, max_rows=MAX_ROWS, lanes=context.lanes),
+            self._layout,
             offset=context.offset,
             poll_deadline=context.settings.poll_deadline,
         )
         self._pool.fill()
 
     def rearm(self) -> None:
-        self._pool.fill()
+        if self._device is None:
+            self._pool.fill()
+        else:
+            self._device.fill()
 
     def memory(self) -> dict[str, int]:
-        return {"mailboxes": self._pool.layout.nbytes}
+        return {"mailboxes": self._layout.nbytes} if self._device is None else self._device.memory()
+
+    def takes_deferred(self) -> bool:
+        return self._device is not None
+
+    def failure(self) -> Exception | None:
+        return None if self._device is None else self._device.failure()
 
     def self_check(self, context: TierContext) -> Verdict:
-        # Few rows: each costs a pass over this rank's part of W_up.
-        return check_sums(self, context, 3, ordered=True)
+        if self._device is None:
+            # Few rows: each costs a pass over this rank's part of W_up.
+            return check_sums(self, context, CHECKED_ROWS[0], ordered=True)
+        try:
+            # All of them, also after one that is wrong: peers go through the same calls.
+            words = [
+                check_sums(self, context, rows, ordered=True, deferred=dtype, next_norm=dtype is None)
+                for rows in CHECKED_ROWS
+                for dtype in (None, *WEIGHT_DTYPES)
+            ]
+        except RuntimeError as error:
+            failure = self.failure()
+            if failure is None or failure is error:
+                raise
+            raise failure from error
+        return min(words, key=bool)
 
     def lane(self, plan: Plan) -> Tensor | None:
         return None
 
     def run(self, call: TailCall) -> Tensor:
+        return self._on_host(call) if self._device is None else self._device.run(call)
+
+    def _on_host(self, call: TailCall) -> Tensor:
         context, weights, rows = self._context, call.weights, call.routed.shape[0]
         lane = self._pool.lanes[call.lane]
         width = context.spec.hidden_size // context.world_size
@@ -119,6 +163,18 @@ class Plugin(TailTier):
         if call.normed is not None and call.next_norm_weight is not None:
             call.normed.copy_(dense.rms_norm(whole.float(), call.next_norm_weight, context.spec.rms_eps))
         return whole
+
+
+def _device_verdict(facts: Facts, proposal: Proposal) -> tuple[Verdict, Verdict]:
+    """A rank's word on device memory, by whichever transport; what the GPU has too few SMs for is seen in `prepare`."""
+    unfit = _shape_verdict(proposal)
+    capability = facts.compute_capability
+    peer = peer_verdict(facts, proposal, MAX_ROWS)
+    multicast = multicast_verdict(facts, proposal, MAX_ROWS)
+    words = multicast if proposal.settings.transport == "multicast" else either(multicast, peer)
+    if words[0] and unfit is None and isinstance(capability, tuple) and capability not in ARCHITECTURES:
+        unfit = Verdict.no(Reason.ARCHITECTURE, capability[0] * 10 + capability[1])
+    return words if unfit is None else (unfit, unfit)
 
 
 def _shape_verdict(proposal: Proposal) -> Verdict | None:

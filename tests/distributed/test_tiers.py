@@ -1,4 +1,7 @@
-"""Every library tier against the float64 truth, in every way that a layer can ask for it."""
+"""Every tier against the float64 truth, in every way that a layer can ask for it: on CPU, --nccl or --shared-gpu.
+
+Gloo with tensors on GPUs (--shared-gpu) may lack collectives: the library tiers that need them are not agreed then.
+"""
 
 import itertools
 from collections.abc import Iterator
@@ -18,9 +21,9 @@ from k3comm.tiers.interface import TierContext
 HIDDEN, LATENT = 96, 40
 ROWS = (1, 2, 3, 5, 17, 64)
 LIBRARY = (Tier.SEQUENCE_PARALLEL, Tier.COLUMN_PARALLEL, Tier.FUSED_LANE_AR, Tier.SEPARATE_REDUCE)
-HOST = (Tier.TAIL_FUSION, Tier.PEER_AR)
-"""Over the host's shared memory: BF16 on CPU."""
-EVERY = HOST + LIBRARY
+SHARED = (Tier.TAIL_FUSION, Tier.PEER_AR)
+"""Over memory that the ranks share, the host's or the GPUs': BF16."""
+EVERY = SHARED + LIBRARY
 DTYPES = (torch.bfloat16, torch.float32)
 layers = itertools.count()
 
@@ -31,9 +34,15 @@ def comm(request: pytest.FixtureRequest) -> Iterator[k3comm.Communicator]:
     spec = k3comm.LatentMoESpec(hidden_size=HIDDEN, latent_size=LATENT, top_k=2, dtype=dtype)
     # The same windows whatever the device, so that what is selected is known.
     windows = Path(k3comm.tiers.__file__).with_name("windows") / "host.toml"
-    with k3comm.Communicator.negotiate(spec, dist.group.WORLD, settings=k3comm.Settings(windows=windows)) as made:
-        host = HOST if request.param == torch.bfloat16 and made.device.type == "cpu" else ()
-        assert set(made.agreement.capacities) == set(LIBRARY) | set(host)
+    shared_gpu = request.config.getoption("--shared-gpu")
+    settings = k3comm.Settings(windows=windows, allow_shared_device=shared_gpu)
+    device = "cuda" if shared_gpu else None
+    with k3comm.Communicator.negotiate(spec, dist.group.WORLD, settings=settings, device=device) as made:
+        expected = {Tier.SEPARATE_REDUCE} if shared_gpu else set(LIBRARY)
+        if request.param == torch.bfloat16:
+            expected |= {tier for tier in SHARED if tier is not Tier.TAIL_FUSION or HIDDEN % (8 * made.world_size) == 0}
+        agreed = set(made.agreement.capacities)
+        assert expected <= agreed <= expected | set(LIBRARY), made.report
         yield made
 
 
@@ -43,16 +52,22 @@ def _tier_is_agreed(request: pytest.FixtureRequest) -> None:
     names = request.fixturenames
     if "tier" in names and "comm" in names:
         tier = request.getfixturevalue("tier")
-        if tier not in request.getfixturevalue("comm").agreement:
-            pytest.skip(f"{tier.name} serves BF16 on CPU")
+        needs(request.getfixturevalue("comm"), tier)
 
 
 def same_everywhere(x: torch.Tensor) -> bool:
     """Whether all ranks hold the same bits."""
-    mine = x.contiguous().view(torch.uint8)
+    mine = x.cpu().contiguous().view(torch.uint8)
     every = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
     dist.all_gather(every, mine)
     return all(torch.equal(one, mine) for one in every)
+
+
+def needs(comm: k3comm.Communicator, *tiers: Tier) -> None:
+    """Skips, on all ranks alike, where one of them is not agreed."""
+    missing = [tier.name for tier in tiers if tier not in comm.agreement]
+    if missing:
+        pytest.skip(f"{', '.join(missing)} not agreed for this dtype and device")
 
 
 def own_rows(x: torch.Tensor, world_size: int, rank: int) -> torch.Tensor:
@@ -341,6 +356,7 @@ def test_no_rows_talk_to_nobody(comm: k3comm.Communicator, monkeypatch: pytest.M
     monkeypatch.setattr("k3comm.tiers.library._all_gather", refuse)
     monkeypatch.setattr("k3comm.tiers.library.Collectives._finish", refuse)
     monkeypatch.setattr("k3comm.buffers.mailbox.MailboxLane.begin", refuse)
+    monkeypatch.setattr("k3comm.kernels.tail_fusion.TailKernels.__call__", refuse)
     monkeypatch.setattr("k3comm.buffers.staging.StagingPool.view", refuse)
     case = random_case(comm, 1)
     tail = handle(comm, case)
@@ -365,6 +381,7 @@ def test_grouped_and_joined_lanes_agree(comm: k3comm.Communicator, monkeypatch: 
     """Both ways of FUSED_LANE_AR, on sums that are exact in any order, and each really taken."""
     from k3comm.tiers import fused_lane_ar
 
+    needs(comm, Tier.FUSED_LANE_AR)
     case = integer_case(comm, 33, norm=False)
     tail = handle(comm, case)
     plan = tail.plan(33, tier=Tier.FUSED_LANE_AR)
@@ -396,6 +413,7 @@ def test_every_tier_checks_itself(comm: k3comm.Communicator, monkeypatch: pytest
     )
     for tier in comm.agreement.capacities:
         assert comm._tiers[tier].self_check(context)
+    needs(comm, Tier.SEQUENCE_PARALLEL)
     # A check that can't fail is none: a sum that leaves rank 0 out is found.
     monkeypatch.setattr("k3comm.kernels.dense.sum_ranks", lambda parts: parts[1:].float().sum(0))
     assert not comm._tiers[Tier.SEQUENCE_PARALLEL].self_check(context)
@@ -403,6 +421,7 @@ def test_every_tier_checks_itself(comm: k3comm.Communicator, monkeypatch: pytest
 
 def test_selection_inside_a_step(comm: k3comm.Communicator) -> None:
     """What `plan` says is what runs: host windows, whole W_up, and each rank alike."""
+    needs(comm, *LIBRARY)
     case = random_case(comm, 256)
     tail = handle(comm, case)
     ran = []

@@ -1,7 +1,6 @@
-"""What each machine agrees on, tier by tier, as a readable table under data/golden.
+"""What each machine agrees on, tier by tier and after the pair vote, as a readable table under data/golden.
 
-A table has two parts: the tiers as this version has them, and what the words on peer access and multicast make of the
-tiers over device memory, pairs included. After a change that is meant, write the tables anew and read the difference:
+After a change that is meant, write the tables anew and read the difference:
 
     python tests/unit/test_golden.py
 """
@@ -12,26 +11,21 @@ import errno
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-import attrs
 import pytest
 
-from k3comm.facts import Facts, Reason, Verdict
+from k3comm.facts import Facts, Reason
 from k3comm.negotiate.ballot import ballot, not_allocated
 from k3comm.negotiate.blocks import plan_blocks
 from k3comm.negotiate.decide import Ballot, Decision, decide, places
-from k3comm.negotiate.pairs import pair_verdict, pair_vote
+from k3comm.negotiate.pairs import pair_verdict, pair_vote, peer_tiers
 from k3comm.negotiate.report import rows_text
 from k3comm.operations import Proposal
 from k3comm.settings import Settings
 from k3comm.spec import LatentMoESpec, ParallelLayout
 from k3comm.testing import MACHINES, machine_facts
-from k3comm.tiers import Tier, choose_windows
-from k3comm.tiers.device import either, multicast_verdict, peer_verdict
+from k3comm.tiers import Tier, choose_windows, plugin, plugins
 
 GOLDEN = Path(__file__).parent / "data" / "golden"
-DEVICE_TIERS = (Tier.TAIL_FUSION, Tier.MULTIMEM_AR, Tier.PEER_AR)
-STAGED, MAILBOX = 256, 64
-"""Rows that a staging buffer holds, and a mailbox."""
 
 
 def proposal(ranks: Sequence[Facts]) -> Proposal:
@@ -47,7 +41,7 @@ def proposal(ranks: Sequence[Facts]) -> Proposal:
 
 
 def votes(ranks: Sequence[Facts]) -> list[Ballot]:
-    """The ballots of the tiers as they are; a block that exceeds the free memory could not be had."""
+    """The ranks' ballots; a block that exceeds the free memory could not be had."""
     asked = proposal(ranks)
     blocks = plan_blocks(asked)
     found = []
@@ -55,23 +49,11 @@ def votes(ranks: Sequence[Facts]) -> list[Ballot]:
         short = {
             tier: not_allocated(blocks.nbytes[place.block], errno.ENOMEM)
             for tier, place in blocks.places.items()
-            if facts.device == "cpu" and isinstance(facts.free_memory, int)
+            if isinstance(facts.free_memory, int)
             if facts.free_memory < blocks.nbytes[place.block]
         }
         found.append(ballot(facts, asked, choose_windows(facts.family, len(ranks)).windows, short))
     return found
-
-
-def device_words(facts: Facts, world_size: int) -> Mapping[Tier, tuple[Verdict, Verdict]]:
-    """What tiers over device memory say of a rank: the fused tail over either transport, the others over theirs."""
-    asked, block = proposal([facts] * world_size), 64 << 20
-    return {
-        Tier.TAIL_FUSION: either(
-            multicast_verdict(facts, asked, MAILBOX, nbytes=block), peer_verdict(facts, asked, MAILBOX, nbytes=block)
-        ),
-        Tier.MULTIMEM_AR: multicast_verdict(facts, asked, STAGED, nbytes=block),
-        Tier.PEER_AR: peer_verdict(facts, asked, STAGED, nbytes=block),
-    }
 
 
 def reduced(ballots: Sequence[Ballot]) -> list[int]:
@@ -114,10 +96,12 @@ class Spoken:
 
 
 def after_pairs(ranks: Sequence[Facts], ballots: Sequence[Ballot]) -> list[Decision]:
-    """The decision of every rank after the pair vote of the device tiers."""
+    """The decision of every rank after the pair vote, where there is one."""
     matrix = reduced(ballots)
     decision = decide(matrix, len(ranks))
-    tiers = [tier for tier in DEVICE_TIERS if tier in decision.capacities] if len(ranks) > 1 else []
+    tiers = peer_tiers(decision, ranks[0].device, plugins())
+    if not tiers:
+        return [decision]
     spoken = [Spoken(rank, len(ranks)) for rank in range(len(ranks))]
     for one, facts in zip(spoken, ranks, strict=True):
         pair_vote(one, matrix, decision, facts, tiers)
@@ -126,9 +110,9 @@ def after_pairs(ranks: Sequence[Facts], ballots: Sequence[Ballot]) -> list[Decis
     return [pair_vote(Recorded(rank, rows, width), matrix, decision, ranks[rank], tiers) for rank in range(len(ranks))]
 
 
-def lines(decision: Decision, tiers: Sequence[Tier]) -> list[str]:
+def lines(decision: Decision) -> list[str]:
     shown = []
-    for tier in tiers:
+    for tier in Tier:
         rows = decision.capacities.get(tier)
         shown.append(f"{tier.name:<18}{rows_text(rows) if rows else 'no: ' + decision.refusal(tier)}")
     return shown
@@ -136,18 +120,11 @@ def lines(decision: Decision, tiers: Sequence[Tier]) -> list[str]:
 
 def table(name: str) -> str:
     ranks = machine_facts(name)
-    ballots = votes(ranks)
-    present = decide(reduced(ballots), len(ranks))
-    words = [
-        attrs.evolve(one, verdicts={**one.verdicts, **(device_words(facts, len(ranks)) if len(ranks) > 1 else {})})
-        for one, facts in zip(ballots, ranks, strict=True)
-    ]
-    device = after_pairs(ranks, words)
-    assert all(one == device[0] for one in device), "the ranks decide differently"
-    hosts = len(set(present.hosts))
+    decisions = after_pairs(ranks, votes(ranks))
+    assert all(one == decisions[0] for one in decisions), "the ranks decide differently"
+    hosts = len(set(decisions[0].hosts))
     head = f"{name}: {len(ranks)} rank{'s' if len(ranks) > 1 else ''}, {hosts} host{'s' if hosts > 1 else ''}"
-    parts = [head, "", "this version", *lines(present, list(Tier)), "", "over device memory"]
-    return "\n".join([*parts, *lines(device[0], DEVICE_TIERS)]) + "\n"
+    return "\n".join([head, "", *lines(decisions[0])]) + "\n"
 
 
 @pytest.mark.parametrize("name", MACHINES)
@@ -163,10 +140,12 @@ def test_confidential_computing_and_missing_multicast_cost_multicast_only() -> N
     """C3: working peer access keeps the peer tiers, whatever becomes of multicast."""
     for name in ("confidential", "h200x8_no_multicast", "h200x8_vetoed"):
         for facts in machine_facts(name):
-            words = device_words(facts, 8)
-            assert words[Tier.PEER_AR][0]
-            assert words[Tier.TAIL_FUSION][0]
-            assert not words[Tier.MULTIMEM_AR][0]
+            said = {}
+            for tier in (Tier.PEER_AR, Tier.TAIL_FUSION, Tier.MULTIMEM_AR):
+                found = plugin(tier)
+                assert found is not None
+                said[tier] = bool(found.verdict(facts, proposal([facts] * 8))[0])
+            assert said == {Tier.PEER_AR: True, Tier.TAIL_FUSION: True, Tier.MULTIMEM_AR: False}
 
 
 def test_equal_numbers_of_different_gpus_are_fine_for_libraries() -> None:
