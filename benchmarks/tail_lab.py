@@ -9,7 +9,8 @@
                two graphs of different m, lanes, counters near a wrap, special values, order-sensitive sums
     processes  W processes over torch symmetric memory on this GPU (time-sliced, so few calls)
     stop       a rank that stops: who is named, and when
-    bench      loopback, chains of 24 layers in a graph, weights rotated; with and without an emulated link of 0.6 us
+    bench      loopback, chains of 24 layers in a graph, weights rotated; with and without an emulated link of 0.6 us,
+               on both paths of the projection, and what windows, fences, other cuts and the weights themselves cost
 
 Loopback: what is sent to rank p goes into this rank's own memory as if rank p had sent it, so all stages of a W-rank
 call run, and every column block of the result is this rank's own.
@@ -31,6 +32,7 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
+import attrs
 import torch
 from torch import Tensor
 
@@ -39,9 +41,10 @@ from k3comm.kernels import reference
 from k3comm.kernels.compile import KernelVariant, arch_of, compile_kernel
 from k3comm.kernels.finalize import Deferred, finalize
 from k3comm.kernels.tail_fusion import (
+    COMPLETIONS,
     MAX_CELLS,
     MAX_ROWS,
-    TOKEN_TILES,
+    TILE,
     Entry,
     Expired,
     Form,
@@ -111,7 +114,8 @@ class Rank:
             self.block[start : start + COUNTER_BYTES].zero_()
             words = self.block[start : start + COUNTER_BYTES].view(torch.int64)
             words[:MAX_CELLS] = calls
-            words[MAX_CELLS + MAX_CELLS // 2] = calls  # the completion word stands behind the cells and the arrivals
+            # The completion word stands behind the cells and the arrivals.
+            words[MAX_CELLS + MAX_CELLS // 2] = calls * COMPLETIONS
 
     def connect(
         self, geometry: Geometry, blocks: Sequence[int], capacity: int, *, loopback: bool = False, **options: Any
@@ -153,13 +157,28 @@ def arch() -> str:
     return arch_of(torch.cuda.get_device_capability())
 
 
-def geometry(shape: tuple[int, int], world: int, capacity: int) -> Geometry:
-    return Geometry.choose(*shape, world, arch=arch(), capacity=capacity)
+def geometry(shape: tuple[int, int], world: int, capacity: int, general: bool = False) -> Geometry:
+    return Geometry.choose(*shape, world, arch=arch(), capacity=capacity, general=general)
 
 
-def loopback(shape: tuple[int, int], world: int, *, rank: int = 0, lanes: int = 1, **options: Any) -> Rank:
+def recut(cut: Geometry, group_rows: int, slices: int) -> Geometry:
+    """Another cut of the same shape for sm_90a's path."""
+    return attrs.evolve(
+        cut,
+        slices=slices,
+        slice_width=cut.latent_size // slices,
+        group_tiles=group_rows // TILE,
+        groups=cut.columns // group_rows,
+        box_rows=next(rows for rows in range(64, 0, -8) if group_rows % rows == 0),
+    )
+
+
+def loopback(
+    shape: tuple[int, int], world: int, *, rank: int = 0, lanes: int = 1, cut: Geometry | None = None, **options: Any
+) -> Rank:
     one = Rank(rank, world, shape, lanes=lanes)
-    cut = geometry(shape, world, sms())
+    cut = geometry(shape, world, sms()) if cut is None else cut
+    options.setdefault("settings", Settings(poll_deadline=3.0))
     return one.connect(cut, [one.block.data_ptr()] * world, sms(), loopback=True, **options)
 
 
@@ -261,34 +280,45 @@ def _compile(variant: KernelVariant) -> float:
     return compile_kernel(variant, variant.archs[0]).seconds
 
 
-def everything() -> list[KernelVariant]:
-    """What the sections below launch; one that is left out is compiled when it is needed, which only takes longer."""
-    n = sms()
-    cuts: list[tuple[Geometry, dict[str, Any]]] = [(geometry(K3, world, n), {}) for world in (2, 4, 8, 16)]
-    cuts += [(geometry(shape, world, n), {}) for shape, world in ODD]
-    cuts += [(geometry(shape, world, n // world), {}) for shape, world in STREAMS]
-    cuts += [(geometry(PROCESS_SHAPE, world, n), {}) for world in PROCESS_WORLDS]
-    cuts.append((geometry(STOP_SHAPE, 2, n // 2), {}))
+def cuts(sections: Sequence[str]) -> Iterator[tuple[Geometry, Sequence[Form], Sequence[torch.dtype], dict[str, Any]]]:
+    """What the sections below make kernels of; what is left out is compiled when it is needed, which takes longer."""
+    n, both = sms(), tuple(Form)
+    if "numerics" in sections:
+        for shape, world, general in NUMERICS:
+            yield geometry(shape, world, n, general), both, deferred_in(shape, world), {}
+    if "ranks" in sections:
+        yield from ((geometry(shape, world, n // world), both, (), {}) for shape, world in STREAMS)
+    if "processes" in sections:
+        yield from ((geometry(PROCESS_SHAPE, world, n), both, (), {}) for world in PROCESS_WORLDS)
+    if "stop" in sections:
+        yield from ((geometry(shape, 2, n // 2), both, (), {}) for shape in STOP_SHAPES.values())
+    if "bench" in sections:
+        for world in BENCH_WORLDS:
+            for _, cut, form, options in arms(world):
+                kind = {name: value for name, value in options.items() if name in ("fences", "window", "weights")}
+                yield cut, (form,), (), kind | {"link": "link_cycles" in options}
+
+
+def everything(sections: Sequence[str]) -> list[KernelVariant]:
     found: dict[str, KernelVariant] = {}
-    for world in (2, 8):
-        cuts += [(geometry(K3, world, n), {"link": True}), (geometry(K3, world, n), {"fences": False})]
-    for cut, options in cuts:
-        kinds: list[tuple[torch.dtype | None, int]] = [(None, tiles) for tiles in TOKEN_TILES]
-        if cut == geometry(K3, 2, n) and not options:
-            kinds += [(dtype, tiles) for dtype in (BF16, torch.float32) for tiles in TOKEN_TILES]
-        for dtype, tiles in kinds:
-            for entry in (Entry.tail_exchange, Entry.tail_whole):
-                v = kernel_variant(cut, entry, token_tiles=tiles, expert_weights=dtype, **options)
-                found[v.name] = v
-        for entry in (Entry.tail_finish, Entry.tail_next_norm):
-            v = kernel_variant(cut, entry, **options)
+    for cut, forms, deferred, options in cuts(sections):
+        of: list[tuple[Entry, int, torch.dtype | None]] = [(Entry.tail_next_norm, cut.tokens[0], None)]
+        for form in forms:
+            entry = Entry.tail_whole if form is Form.WHOLE else Entry.tail_exchange
+            of += [(entry, tokens, dtype) for tokens in cut.tokens for dtype in (None, *deferred)]
+            of += [(Entry.tail_finish, cut.tokens[0], None)] if form is Form.SPLIT else []
+        for entry, tokens, dtype in of:
+            kind: dict[str, Any] = dict(options)
+            if entry in (Entry.tail_exchange, Entry.tail_whole):
+                kind |= {"tokens": tokens, "expert_weights": dtype}
+            v = kernel_variant(cut, entry, **kind)
             found[v.name] = v
     return list(found.values())
 
 
-def precompile() -> None:
+def precompile(sections: Sequence[str]) -> None:
     start = time.time()
-    todo = everything()
+    todo = everything(sections)
     with ProcessPoolExecutor(min(16, os.cpu_count() or 1), mp_context=get_context("spawn")) as pool:
         took = list(pool.map(_compile, todo))
     say(f"compiled {len(todo)} kernels, {sum(took):.1f} s of work in {time.time() - start:.1f} s")
@@ -300,7 +330,18 @@ def precompile() -> None:
 ODD = [((2904, 1000), 3), ((5 * 8 * 27, 72), 5), ((1904, 4104), 7)]
 """Shapes whose fragments a slice, columns a rank and tiles a group come out odd."""
 
+NUMERICS = [
+    *((K3, world, False) for world in (2, 4, 8, 16)),
+    *((K3, world, True) for world in (2, 8)),
+    *((shape, world, False) for shape, world in ODD),
+]
+"""Shape, world size, and whether on the general path even where there is another one."""
+
 ROWS = (*range(1, 18), 33, 64)
+
+
+def deferred_in(shape: tuple[int, int], world: int) -> tuple[torch.dtype, ...]:
+    return (BF16, torch.float32) if shape == K3 and world in (2, 8) else ()
 
 
 def poisoned(m: int, hidden: int) -> Tensor:
@@ -316,13 +357,14 @@ def own_columns(what: str, out: Tensor, one: Rank) -> Tensor:
 
 
 def numerics() -> None:
-    for shape, world in [*((K3, world) for world in (2, 4, 8, 16)), *ODD]:
-        deferred = (BF16, torch.float32) if (shape, world) == (K3, 2) else ()
-        one = loopback(shape, world, rank=world - 1, deferred=deferred)
+    for shape, world, general in NUMERICS:
+        deferred = deferred_in(shape, world)
+        cut = geometry(shape, world, sms(), general)
+        one = loopback(shape, world, rank=world - 1, cut=cut, deferred=deferred)
         layer = Data(world, 64, shape, 1)
         whole = layer.arguments(one.rank)
         expected = one.tail(**whole, out=poisoned(64, shape[0]))
-        what = f"H {shape[0]} L {shape[1]} W {world}"
+        what = f"H {shape[0]} L {shape[1]} W {world} {'boxes' if cut.box_rows else 'general'}"
         meter = reference.AccuracyMeter()
         for m in ROWS:
             for form in Form:
@@ -421,7 +463,9 @@ def deferrals(what: str, one: Rank, arguments: dict[str, Any]) -> None:
 # Ranks on streams
 
 
-STREAMS = [((7168, 3584), 2), ((3584, 1792), 4), ((1024, 520), 8)]
+STREAMS = [((7168, 3584), 2), ((3584, 1792), 2), ((3584, 1792), 4), ((1792, 896), 8), ((1024, 520), 8)]
+"""K3 on half the SMs and the last one have no cut for sm_90a's path; the others do."""
+
 COUNTS = {2: 4000, 4: 800, 8: 400}
 """Calls of the random walk, by world size."""
 
@@ -453,7 +497,7 @@ def all_ranks(
 
 def random_walk(shape: tuple[int, int], world: int, every: list[Rank], streams: list[torch.cuda.Stream]) -> None:
     """Eager calls of changing m, form and lane under random skew, from counters that are about to wrap at 32 bits."""
-    what, rng = f"ranks W {world}", random.Random(world)
+    what, rng = f"ranks {shape} W {world}", random.Random(world)
     cases = []
     meter = reference.AccuracyMeter()
     layer = None
@@ -531,7 +575,7 @@ def capture(
 
 def graphs(shape: tuple[int, int], world: int, every: list[Rank], streams: list[torch.cuda.Stream]) -> None:
     """Two graphs of different m, replayed in turn with eager calls between, inputs changed in place."""
-    what, rng = f"graphs W {world}", random.Random(7)
+    what, rng = f"graphs {shape} W {world}", random.Random(7)
     for one in every:
         one.fill()
     small, large = Data(world, 3, shape, 301), Data(world, 21, shape, 302)
@@ -580,7 +624,7 @@ def load(data: Data, fresh: Data) -> None:
 
 def special_values(shape: tuple[int, int], world: int, every: list[Rank], streams: list[torch.cuda.Stream]) -> None:
     """Order-sensitive sums, and payloads with every bit pattern that could go wrong; clean rows keep their bits."""
-    what = f"special W {world}"
+    what = f"special {shape} W {world}"
     for one in every:
         one.fill()
     data = Data(world, 12, shape, 401)
@@ -706,11 +750,12 @@ def worker(calls: int) -> None:
 # A rank that stops
 
 
-STOP_SHAPE = (1024, 520)
+STOP_SHAPES = {"latent": (1024, 512), "gather": (1024, 520)}
+"""By the phase that the others wait in; the first is cut for sm_90a's path."""
 
 
 def stop() -> None:
-    for phase in ("latent", "gather"):
+    for phase in STOP_SHAPES:
         done = run_process([sys.executable, __file__, "--stop", phase], 60)
         line = next((text for text in done.stdout.splitlines() if text.startswith("expired")), "")
         check(
@@ -722,10 +767,11 @@ def stop() -> None:
 
 def stopped(phase: str) -> None:
     """Rank 1 of 2 is late for ever: it never starts, or goes no further than its exchange."""
-    every = ranks_of(STOP_SHAPE, 2, settings=Settings(pdl=False, poll_deadline=0.3))
+    shape = STOP_SHAPES[phase]
+    every = ranks_of(shape, 2, settings=Settings(pdl=False, poll_deadline=0.3))
     streams = [torch.cuda.Stream() for _ in every]
-    data = Data(2, 3, STOP_SHAPE, 1)
-    outs = [poisoned(3, STOP_SHAPE[0]) for _ in every]
+    data = Data(2, 3, shape, 1)
+    outs = [poisoned(3, shape[0]) for _ in every]
     all_ranks(every, streams, data, outs)
     torch.cuda.synchronize()
     start = time.time()
@@ -790,22 +836,41 @@ def chain_time(
     return statistics.median(times), min(times)
 
 
+BENCH_WORLDS = (2, 4, 8)
+PLAIN = Settings(pdl=False, poll_deadline=3.0)
+
+
+def arms(world: int) -> Iterator[tuple[str, Geometry, Form, dict[str, Any]]]:
+    """Name, cut, form, and options of TailKernels."""
+    cut, general = (geometry(K3, world, sms(), kind) for kind in (False, True))
+    link = {"link_cycles": LINK_CYCLES}
+    yield "general split pdl", general, Form.SPLIT, {}
+    if world == 2:
+        yield "general whole plain", general, Form.WHOLE, {"settings": PLAIN}
+    if not cut.box_rows:
+        return
+    yield "boxes split pdl", cut, Form.SPLIT, {}
+    yield "boxes split pdl link", cut, Form.SPLIT, link
+    yield "boxes split pdl unfenced", cut, Form.SPLIT, {"fences": False}
+    yield "boxes split pdl link unfenced", cut, Form.SPLIT, link | {"fences": False}
+    yield "boxes split pdl, no weights read", cut, Form.SPLIT, {"weights": False}
+    yield "boxes whole pdl", cut, Form.WHOLE, {}
+    yield "boxes whole plain", cut, Form.WHOLE, {"settings": PLAIN}
+    yield "boxes whole plain link", cut, Form.WHOLE, link | {"settings": PLAIN}
+    for window in (3, 5, 6, 10) if world == 2 else (2, 8):
+        yield f"boxes split pdl, window {window}", cut, Form.SPLIT, {"window": window}
+    yield "boxes split pdl, in one burst", cut, Form.SPLIT, {"window": 64}
+    for group_rows, slices in {4: [(224, 14)], 8: [(64, 8), (224, 28)]}.get(world, []):
+        yield f"boxes split pdl, {group_rows} x {slices}", recut(cut, group_rows, slices), Form.SPLIT, {}
+
+
 def bench() -> None:
-    for world in (2, 8):
+    for world in BENCH_WORLDS:
         base = Data(world, 64, K3, 900)
         layers = [base, *(Data(world, 64, K3, 901 + n) for n in range(LAYERS - 1))]
-        arms: list[tuple[str, dict[str, Any], Form]] = [
-            ("split pdl", {}, Form.SPLIT),
-            ("split pdl link", {"link_cycles": LINK_CYCLES}, Form.SPLIT),
-            ("split pdl unfenced", {"fences": False}, Form.SPLIT),
-            ("whole pdl", {}, Form.WHOLE),
-            ("whole pdl link", {"link_cycles": LINK_CYCLES}, Form.WHOLE),
-            ("split plain", {"settings": Settings(pdl=False)}, Form.SPLIT),
-            ("whole plain", {"settings": Settings(pdl=False)}, Form.WHOLE),
-        ]
         table: dict[str, list[float]] = {}
-        for name, options, form in arms:
-            one = loopback(K3, world, forms=(form,), **options)
+        for name, cut, form, options in arms(world):
+            one = loopback(K3, world, cut=cut, forms=(form,), **options)
             before = one.tail.launches
             medians = []
             for m in BENCH_ROWS:
@@ -815,8 +880,8 @@ def bench() -> None:
             check(one.tail.launches > before, f"bench {name}: nothing was launched")
             table[name] = medians
             say(f"bench W {world} {name}: {' '.join(f'{t:.2f}' for t in medians)}")
-        summary.append(f"loopback W {world}, us a call   " + "".join(f"{f'm={m}':>8}" for m in BENCH_ROWS))
-        summary.extend(f"  {name:<28}" + "".join(f"{t:8.2f}" for t in medians) for name, medians in table.items())
+        summary.append(f"{f'loopback W {world}, us a call':<34}" + "".join(f"{f'm={m}':>8}" for m in BENCH_ROWS))
+        summary.extend(f"  {name:<32}" + "".join(f"{t:8.2f}" for t in medians) for name, medians in table.items())
         del layers
 
 
@@ -851,7 +916,7 @@ def main() -> None:
     if unknown:
         raise SystemExit(f"{', '.join(unknown)}: not a section; there are {', '.join(SECTIONS)}")
     say(f"{torch.cuda.get_device_name()}, {sms()} SMs, torch {torch.__version__}, {arch()}")
-    precompile()
+    precompile(arguments or list(SECTIONS))
     for name in arguments or SECTIONS:
         with section(name):
             SECTIONS[name]()

@@ -306,6 +306,14 @@ class LoadedKernel:
             self._ask("cuFuncSetAttribute", self._function, attribute, size)
             self._shared = size
 
+    def prefer_shared(self) -> None:
+        """Asks for all of an SM's memory as shared memory, however little a block has of it.
+
+        Kernels that prefer different splits never run on one SM at once.
+        """
+        attribute = self._driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT
+        self._ask("cuFuncSetAttribute", self._function, attribute, 100)
+
     def resident_blocks(self, shape: LaunchShape) -> int:
         """How many blocks of this shape the whole device can hold at once; the grid's size does not matter."""
         with torch.cuda.device(self.device):

@@ -10,14 +10,15 @@
 constexpr u32 EMPTY = 0xFFFFFFFFu;
 constexpr u32 REPLACEMENT = 0x7FFF7FFFu;
 constexpr int MAX_CELLS = 256;
+constexpr u64 COMPLETIONS = 1 << 20;  // more than CTAs of any grid; in 64 bits it lasts for 2^44 calls
 
 // What a lane keeps in its counters (device memory of its own rank, zeros at the start). `tail_fusion.py` has its size.
 struct Counters {
   u64 cells[MAX_CELLS];    // calls that each CTA has begun: its own cell, never one that all read
   u32 arrived[MAX_CELLS];  // CTAs of a row group whose partial products of this call are there (one-kernel form)
-  u64 completed;           // calls that are done whole: all clears and re-arms of all CTAs
+  u64 completed;           // COMPLETIONS for each call that is done whole: all clears and re-arms of all CTAs
   u32 rows[2];             // rows of the last two calls, by parity of the call number: what the next call clears
-  u32 finished;            // CTAs that are done with this call
+  u32 finished;            // CTAs that are done with this call (one-kernel form)
   u32 claimed;             // a thread writes the record
 };
 
@@ -87,11 +88,14 @@ struct Patience {
 };
 
 // Fetches COUNT fragments, `stride` bytes apart, from this rank's mailbox; returns when no word of any is empty.
-// T: uint4 or uint2. Fragment i comes from rank `first + i`.
+// T: uint4 or uint2. Fragment i comes from rank `first + i`. `ask` looks once, `receive` again where a word was empty.
 template <typename T, int COUNT>
-DEVICE void fetch(T (&v)[COUNT], const char* p, i64 stride, const Waiting& w, u32 phase, u32 token, int first) {
+DEVICE void ask(T (&v)[COUNT], const char* p, i64 stride) {
 #pragma unroll
   for (int i = 0; i < COUNT; i++) v[i] = load_sys(p + i * stride, T());
+}
+template <typename T, int COUNT>
+DEVICE void receive(T (&v)[COUNT], const char* p, i64 stride, const Waiting& w, u32 phase, u32 token, int first) {
   Patience patience;
   while (true) {
     int missing = -1;
@@ -105,10 +109,15 @@ DEVICE void fetch(T (&v)[COUNT], const char* p, i64 stride, const Waiting& w, u3
     patience.lose(w, phase, token, first + missing);
   }
 }
+template <typename T, int COUNT>
+DEVICE void fetch(T (&v)[COUNT], const char* p, i64 stride, const Waiting& w, u32 phase, u32 token, int first) {
+  ask(v, p, stride);
+  receive(v, p, stride, w, phase, token, first);
+}
 
 // Waits until every call before `w.call` is done whole on this rank, so that nothing here depends on what kernels the
 // caller puts between ours (one that triggers early and never waits breaks "completion of the previous kernel").
 DEVICE void wait_completed(const Waiting& w) {
   Patience patience;
-  while (acquire(&w.counters->completed) != w.call) patience.lose(w, PHASE_COMPLETION, 0, w.rank);
+  while (acquire(&w.counters->completed) != w.call * COMPLETIONS) patience.lose(w, PHASE_COMPLETION, 0, w.rank);
 }

@@ -11,23 +11,26 @@
 // rounding, publication of the finished columns; then the gather copies out what all ranks published and empties it.
 // tail_exchange + tail_finish are two kernels; tail_whole is both in one, row groups waiting for their own slices only.
 //
+// Stage 4 has two paths; the geometry says which. The general one runs everywhere: weights into registers, mma.sync.
+// K3_BOX_ROWS > 0 is the one for sm_90a: one more warp streams the CTA's block of W_up into shared memory from the
+// kernel's start on, at first a few boxes at a time (a burst of the whole shard fills the memory system's queues and
+// every small access waits behind it: 3 us), all of it once this CTA's polls are over; wgmma multiplies from there.
+//
 // A row's bits depend on nothing but the row and the geometry: no order of additions knows m.
 // A CTA publishes everything before it waits for anything, and the whole grid is resident, so no rank waits in a ring.
 #include "mailbox.cuh"
+#if K3_BOX_ROWS
+#include "hopper.cuh"
+#endif
 
 constexpr int H = K3_HIDDEN, L = K3_LATENT, W = K3_WORLD, C = H / W;
 constexpr int THREADS = K3_THREADS, WARPS = THREADS / 32;
 constexpr int SLICE = K3_SLICE, SLICES = K3_SLICES;                 // columns of a slice, a multiple of 32
 constexpr int GROUPS = K3_GROUPS, GROUP_TILES = K3_GROUP_TILES;     // tiles of 16 output columns in a group
 constexpr int TILES = (C + 15) / 16;
-constexpr int TOKEN_TILES = K3_TOKEN_TILES, TOKENS = 8 * TOKEN_TILES;  // rows that this variant can hold
+constexpr int TOKENS = K3_TOKENS;                                   // rows that this variant holds at once
 constexpr int MAX_ROWS = K3_MAX_ROWS;
 constexpr int FRAGMENTS = SLICE / 8;                                // of a row in a slice
-constexpr int STEPS = SLICE / 32;                                   // of 32 columns, in the product
-constexpr int PITCH = ((SLICE / 32) | 1) * 64;  // bytes of a row of z: an odd multiple of 64, so that the eight threads
-                                                // of a quarter-warp (two rows, 64 bytes each) never share a bank
-// Token tiles that a warp multiplies at once, and steps of weights that it has in flight: what fits in 128 registers.
-constexpr int PASS = TOKEN_TILES < 4 ? TOKEN_TILES : 4, AHEAD = PASS < 4 ? 4 : 2;
 constexpr int AT_ONCE = 8;                                          // ranks whose fragments are in flight at once
 
 static_assert(H % (8 * W) == 0 && L % 8 == 0 && W >= 2 && W <= 16);
@@ -35,11 +38,25 @@ static_assert(SLICE % 32 == 0 && SLICES * SLICE >= L && (SLICES - 1) * SLICE < L
 static_assert(GROUPS * GROUP_TILES >= TILES && (GROUPS - 1) * GROUP_TILES < TILES && GROUPS * SLICES <= MAX_CELLS);
 static_assert(TOKENS <= MAX_ROWS && MAX_ROWS <= 64 && sizeof(Counters) == K3_COUNTER_BYTES);
 
+// Where threads meet: in a block with a loading warp only the others do, the first THREADS.
+#if K3_BOX_ROWS && (K3_ENTRY == 1 || K3_ENTRY == 3)
+constexpr int BLOCK = THREADS + 32;
+DEVICE void sync_block() { sync_at<1>(THREADS); }
+#else
+constexpr int BLOCK = THREADS;
+DEVICE void sync_block() { __syncthreads(); }
+#endif
+
 enum Flag : u32 { NORM_FP32 = 1, BIAS_FP32 = 2, NEXT_NORM_FP32 = 4 };
 
 // Everything that a launch gets, made by `Arguments` in tail_fusion.py. Strides are elements, addresses are of rank p's
 // memory as this rank sees it.
 struct Arguments {
+#if K3_BOX_ROWS
+  TensorMap boxes;    // of this rank's [C, L] of W_up, in boxes of K3_BOX_ROWS x 64
+#else
+  u64 boxes[16];
+#endif
   // This lane's mailboxes. Each address is where this rank's own slot of row 0 in region 0 begins.
   char* latent[16];
   char* shared[16];
@@ -73,6 +90,7 @@ struct Arguments {
   u32 flags;
   float scale, eps;
   u32 link_cycles;             // benchmarks: by how much a publication is held back, to stand for a link
+  u32 spare[4];                // a multiple of a tensor map's alignment
 };
 static_assert(sizeof(Arguments) == K3_ARGUMENT_BYTES);
 
@@ -105,33 +123,39 @@ DEVICE void put_to_all(const Arguments& a, char* const (&to)[16], char* to_all, 
 }
 
 #if K3_DEFERRED
-constexpr int SLOTS = 8;  // rows in flight a thread
+constexpr int SLOTS = K3_BOX_ROWS || K3_WHOLE ? 4 : 8;  // rows in flight a thread
 
 // Eight columns of one row of the deferred finalize, A5: fma over ascending slots, one rounding. A slot of -1 reads
 // nothing. All lanes of a warp call this for the same token; `some` says whether this lane has columns.
-DEVICE uint4 finalized(const Arguments& a, int token, int column, bool some) {
+#if K3_BOX_ROWS || K3_WHOLE
+static __device__ __noinline__  // or it spills: a block of 17 warps has 96 registers a thread, one kernel needs 128
+#else
+DEVICE
+#endif
+uint4 finalized(const char* routed, i64 routed_stride, const int* index, const char* expert_weights, int top_k,
+                int token, int column, bool some) {
   const int lane = threadIdx.x & 31;
   float sum[8] = {};
-  for (int k0 = 0; k0 < a.top_k; k0 += 32) {
+  for (int k0 = 0; k0 < top_k; k0 += 32) {
     // One wide load for the warp: lane l has slot k0 + l.
     int mine = -1;
     u32 bits = 0;
-    if (k0 + lane < a.top_k) {
-      const i64 slot = (i64)token * a.top_k + k0 + lane;
-      mine = (int)load_l2(a.index + slot, u32());
+    if (k0 + lane < top_k) {
+      const i64 slot = (i64)token * top_k + k0 + lane;
+      mine = (int)load_l2(index + slot, u32());
 #if K3_DEFERRED == 1
-      bits = load_l2_u16(a.expert_weights + 2 * slot) << 16;
+      bits = load_l2_u16(expert_weights + 2 * slot) << 16;
 #else
-      bits = load_l2(a.expert_weights + 4 * slot, u32());
+      bits = load_l2(expert_weights + 4 * slot, u32());
 #endif
     }
 #pragma unroll 1
-    for (int k1 = 0; k1 < 32 && k0 + k1 < a.top_k; k1 += SLOTS) {
+    for (int k1 = 0; k1 < 32 && k0 + k1 < top_k; k1 += SLOTS) {
       uint4 row[SLOTS];
 #pragma unroll
       for (int j = 0; j < SLOTS; j++) {
         const int at = __shfl_sync(~0u, mine, k1 + j);
-        if (at >= 0 && some) row[j] = load_l2(a.routed + 2 * ((i64)at * a.routed_stride + column), uint4());
+        if (at >= 0 && some) row[j] = load_l2(routed + 2 * ((i64)at * routed_stride + column), uint4());
       }
 #pragma unroll
       for (int j = 0; j < SLOTS; j++) {
@@ -162,7 +186,7 @@ DEVICE void enter(const Arguments& a, u64 call) {
     fence_sys();
 #endif
   }
-  __syncthreads();
+  sync_block();
 }
 
 // Latent rows to every rank, shared rows by their columns to the rank that owns them, in chunks of 32 fragments a warp;
@@ -183,7 +207,7 @@ DEVICE void publish(const Arguments& a, u64 call, int region) {
     if (chunk < all) {
       if (is_latent) {
 #if K3_DEFERRED
-        v = finalized(a, token, column, some);
+        v = finalized(a.routed, a.routed_stride, a.index, a.expert_weights, a.top_k, token, column, some);
 #else
         if (some) v = load_l2(a.routed + 2 * (token * a.routed_stride + column), uint4());
 #endif
@@ -205,8 +229,7 @@ DEVICE void publish(const Arguments& a, u64 call, int region) {
 }
 
 // Empties what the call before used, and no more: rows come first in a mailbox, so it is one prefix of each part.
-DEVICE void clear(const Arguments& a, u64 call, int region) {
-  const int rows = (int)load_gpu(&a.counters->rows[(call + 1) & 1]);
+DEVICE void clear(const Arguments& a, int rows, int region) {
   const u64 start = (region == 0 ? 2 : region - 1) * a.region_bytes;
   const u64 latent = (u64)rows * W * (L / 8), all = latent + (u64)rows * (H / 8);
   for (u64 i = (u64)blockIdx.x * THREADS + threadIdx.x; i < all; i += (u64)gridDim.x * THREADS) {
@@ -217,36 +240,29 @@ DEVICE void clear(const Arguments& a, u64 call, int region) {
 
 // ---- the latent sums -----------------------------------------------------------------------------------------------
 
-// Adds the fragments of ranks FIRST .. W - 1, in that order. Starts from rank 0's values, not from zero, which would
-// turn -0.0 into +0.0.
-template <int FIRST>
-DEVICE void add_ranks(float (&sum)[8], const char* p, i64 stride, const Waiting& w, u32 token) {
-  constexpr int COUNT = W - FIRST < AT_ONCE ? W - FIRST : AT_ONCE;
-  uint4 v[COUNT];
-  fetch(v, p + FIRST * stride, stride, w, PHASE_LATENT, token, FIRST);
+// Adds what came from ranks FIRST on, in that order. Starts from rank 0's values, not from zero, which would turn -0.0
+// into +0.0.
+template <int FIRST, typename T, int COUNT, int N>
+DEVICE void add(float (&sum)[N], const T (&v)[COUNT]) {
 #pragma unroll
   for (int i = 0; i < COUNT; i++) {
-    float x[8];
+    float x[N];
     unpack(x, v[i]);
 #pragma unroll
-    for (int k = 0; k < 8; k++) sum[k] = FIRST + i == 0 ? x[k] : sum[k] + x[k];
+    for (int k = 0; k < N; k++) sum[k] = FIRST + i == 0 ? x[k] : sum[k] + x[k];
   }
-  if constexpr (FIRST + COUNT < W) add_ranks<FIRST + COUNT>(sum, p, stride, w, token);
 }
 
-template <int FIRST>
-DEVICE void add_ranks(float (&sum)[4], const char* p, i64 stride, const Waiting& w, u32 token) {
-  constexpr int COUNT = W - FIRST < AT_ONCE ? W - FIRST : AT_ONCE;
-  uint2 v[COUNT];
-  fetch(v, p + FIRST * stride, stride, w, PHASE_SHARED, token, FIRST);
-#pragma unroll
-  for (int i = 0; i < COUNT; i++) {
-    float x[4];
-    unpack(x, v[i]);
-#pragma unroll
-    for (int k = 0; k < 4; k++) sum[k] = FIRST + i == 0 ? x[k] : sum[k] + x[k];
+// The fragments of ranks FIRST .. W - 1. T: uint4 with the eight columns of the latent sums, uint2 with four others.
+template <int FIRST, typename T, int N>
+DEVICE void add_ranks(float (&sum)[N], const char* p, i64 stride, const Waiting& w, u32 phase, u32 token) {
+  if constexpr (FIRST < W) {
+    constexpr int COUNT = W - FIRST < AT_ONCE ? W - FIRST : AT_ONCE;
+    T v[COUNT];
+    fetch(v, p + FIRST * stride, stride, w, phase, token, FIRST);
+    add<FIRST>(sum, v);
+    add_ranks<FIRST + COUNT, T>(sum, p, stride, w, phase, token);
   }
-  if constexpr (FIRST + COUNT < W) add_ranks<FIRST + COUNT>(sum, p, stride, w, token);
 }
 
 // Eight elements of a vector that is BF16 or fp32.
@@ -272,6 +288,13 @@ DEVICE void split(const float (&x)[8], uint4& high, uint4& low) {
   low = pack(rest);
 }
 
+#if !K3_BOX_ROWS
+constexpr int STEPS = SLICE / 32;                                   // of 32 columns, in the product
+constexpr int PITCH = ((SLICE / 32) | 1) * 64;  // bytes of a row of z: an odd multiple of 64, so that the eight threads
+                                                // of a quarter-warp (two rows, 64 bytes each) never share a bank
+// Token tiles that a warp multiplies at once, and steps of weights that it has in flight: what fits in 128 registers.
+constexpr int TOKEN_TILES = TOKENS / 8, PASS = TOKEN_TILES < 4 ? TOKEN_TILES : 4, AHEAD = PASS < 4 ? 4 : 2;
+
 // s = sum over ranks of this CTA's slice, all rows: s * g into shared memory as two terms [2, TOKENS, PITCH bytes], and
 // the squares of s, a sum a fragment, as [TOKENS, FRAGMENTS]. Columns past L are zeros.
 DEVICE void reduce_latent(const Arguments& a, u64 call, int region, int slice, char* z, float* squares) {
@@ -283,7 +306,8 @@ DEVICE void reduce_latent(const Arguments& a, u64 call, int region, int slice, c
     if (column < L) {
       float gain[8], s[8];
       if (a.norm) load_vector(gain, a.norm, column, a.flags & NORM_FP32);
-      add_ranks<0>(s, a.own_latent + region * a.region_bytes + 2 * ((u64)token * W * L + column), 2 * L, w, token);
+      const char* p = a.own_latent + region * a.region_bytes + 2 * ((u64)token * W * L + column);
+      add_ranks<0, uint4>(s, p, 2 * L, w, PHASE_LATENT, token);
 #pragma unroll
       for (int k = 0; k < 8; k++) square = __fmaf_rn(s[k], s[k], square);
       if (a.norm) {
@@ -396,7 +420,7 @@ DEVICE u64 exchange(const Arguments& a) {
   wait_for_predecessor();
   publish(a, call, region);
   if (blockIdx.x == 0 && threadIdx.x == 0) store_gpu(&a.counters->rows[call & 1], (u32)a.rows);
-  clear(a, call, region);
+  clear(a, (int)load_gpu(&a.counters->rows[(call + 1) & 1]), region);
   reduce_latent(a, call, region, slice, z, squares);
   __syncthreads();
 #if K3_FENCES
@@ -406,6 +430,218 @@ DEVICE u64 exchange(const Arguments& a) {
   project(a, group, slice, z);
   return call;
 }
+
+#else
+// ---- the same on sm_90a, stages 3 and 4 through shared memory ------------------------------------------------------
+
+constexpr int GROUP_ROWS = 16 * GROUP_TILES;                        // output columns of a group: rows of its weights
+constexpr int BOX_ROWS = K3_BOX_ROWS, BOX_BYTES = 128 * BOX_ROWS;   // a box: so many rows of 64 columns
+constexpr int STRIPES = SLICE / 64, PARTS = GROUP_ROWS / BOX_ROWS, BOXES = STRIPES * PARTS;
+constexpr int WINDOW = K3_WINDOW;                                   // boxes in flight before the polls are over
+constexpr int M_TILES = (GROUP_ROWS + 63) / 64;                     // of 64 rows, one a warpgroup; the last may overlap
+constexpr int N = 2 * TOKENS;                                       // columns of z: high terms, then low terms
+constexpr int AT_A_TIME = THREADS / FRAGMENTS;                      // tokens whose fragments have a thread each
+constexpr int BATCH = W <= 4 ? 2 : 1;                               // fragments of every rank in flight a thread
+
+static_assert(GROUPS * GROUP_ROWS == C && SLICES * SLICE == L && SLICE % 64 == 0 && GROUP_ROWS >= 64);
+static_assert(GROUP_ROWS % BOX_ROWS == 0 && BOX_ROWS % 8 == 0 && THREADS >= 128 * M_TILES && AT_A_TIME > 0);
+static_assert(TOKENS == 4 || TOKENS == 8 || TOKENS == 16);
+
+// Shared memory: weights [STRIPES, GROUP_ROWS, 128 bytes], z [STRIPES, N, 128 bytes], both swizzled; squares of 64
+// columns [TOKENS, STRIPES]; a barrier a box; the number of the call; whether the window is open.
+constexpr int Z = BOXES * BOX_BYTES, SQUARES = Z + STRIPES * N * 128, BARRIERS = SQUARES + 4 * TOKENS * STRIPES;
+constexpr int NUMBER = BARRIERS + 8 * BOXES, OPEN = NUMBER + 8;
+static_assert(OPEN + 8 == K3_SHARED_BYTES);
+
+// The loading warp. It touches nothing but weights, so it waits for no other kernel.
+DEVICE void load_weights(const Arguments& a) {
+  extern __shared__ __align__(1024) char memory[];
+  const int lane = threadIdx.x & 31, group = blockIdx.x / SLICES, slice = blockIdx.x % SLICES;
+  const u32 weights = shared_address(memory), barriers = weights + BARRIERS;
+  u32* open = (u32*)(memory + OPEN);
+  if (lane == 0) {
+    for (int i = 0; i < BOXES; i++) barrier_init(barriers + 8 * i);
+    set_shared(open, 0);
+    barrier_init_done();
+  }
+  __syncwarp();
+  __syncthreads();
+#if !K3_NO_WEIGHTS
+  if (lane == 0) {
+    const u64 policy = evict_first();
+    int window = WINDOW;
+    for (int i = 0; i < BOXES; i++) {
+      while (i >= window && !barrier_passed(barriers + 8 * (i - window)))
+        if (look_shared(open)) window = BOXES;
+      barrier_expect(barriers + 8 * i, BOX_BYTES);
+      load_box(weights + i * BOX_BYTES, &a.boxes, slice * SLICE + i / PARTS * 64,
+               group * GROUP_ROWS + i % PARTS * BOX_ROWS, barriers + 8 * i, policy);
+    }
+  }
+#endif
+#if K3_FENCES && !K3_WHOLE
+  // The fence that stands after the polls, by a thread that nobody waits for: what it goes before is in other kernels.
+  __syncwarp();
+  sync_at<2>(BLOCK);
+  if (lane == 0) fence_sys();
+#endif
+}
+
+// s = sum over ranks of this CTA's slice for rows `first` to first + TOKENS - 1: s * g as two terms into z, and the
+// squares of s. A thread has the same columns of every AT_A_TIME-th row; `gain` are theirs of g.
+DEVICE void reduce_tile(const Arguments& a, u64 call, int region, int slice, int first, const float (&gain)[8],
+                        char* memory) {
+  const Waiting w = waiting(a, call);
+  const int fragment = threadIdx.x % FRAGMENTS, mine = threadIdx.x / FRAGMENTS;
+  const int tokens = mine < AT_A_TIME ? min(TOKENS, a.rows - first) : 0;
+  const char* column = a.own_latent + region * a.region_bytes + 2 * (slice * SLICE + 8 * fragment);
+  char* z = memory + Z + (fragment >> 3) * (N * 128);
+  float* squares = (float*)(memory + SQUARES);
+  for (int at = mine; at - mine < TOKENS && first + at - mine < a.rows; at += BATCH * AT_A_TIME) {
+    const char* p = column + 2 * (u64)(first + at) * W * L;
+    float s[BATCH][8] = {};
+    if constexpr (BATCH > 1) {
+      uint4 v[BATCH][W];
+#pragma unroll
+      for (int b = 0; b < BATCH; b++)
+#pragma unroll
+        for (int r = 0; r < W; r++) {
+          v[b][r] = make_uint4(0, 0, 0, 0);
+          if (at + b * AT_A_TIME < tokens) v[b][r] = load_sys(p + 2 * (b * AT_A_TIME * W + r) * L, uint4());
+        }
+      Patience patience;
+      while (true) {
+        int missing = -1;
+#pragma unroll
+        for (int b = BATCH - 1; b >= 0; b--)
+#pragma unroll
+          for (int r = W - 1; r >= 0; r--)
+            if (any_empty(v[b][r])) missing = b * W + r;
+        if (missing < 0) break;
+#pragma unroll
+        for (int b = 0; b < BATCH; b++)
+#pragma unroll
+          for (int r = 0; r < W; r++)
+            if (any_empty(v[b][r])) v[b][r] = load_sys(p + 2 * (b * AT_A_TIME * W + r) * L, uint4());
+        patience.lose(w, PHASE_LATENT, first + at + missing / W * AT_A_TIME, missing % W);
+      }
+#pragma unroll
+      for (int b = 0; b < BATCH; b++) add<0>(s[b], v[b]);
+    } else if (at < tokens) {
+      add_ranks<0, uint4>(s[0], p, 2 * L, w, PHASE_LATENT, first + at);
+    }
+    if (threadIdx.x == 0) set_shared((u32*)(memory + OPEN), 1);
+#pragma unroll
+    for (int b = 0; b < BATCH; b++) {
+      const int token = at + b * AT_A_TIME;
+      float square = 0.0f;
+#pragma unroll
+      for (int k = 0; k < 8; k++) square = __fmaf_rn(s[b][k], s[b][k], square);
+#pragma unroll
+      for (int k = 1; k < 8; k *= 2) square += __shfl_xor_sync(~0u, square, k);
+      if (token >= tokens) continue;
+      if ((fragment & 7) == 0) squares[token * STRIPES + (fragment >> 3)] = square;
+      if (a.norm) {
+#pragma unroll
+        for (int k = 0; k < 8; k++) s[b][k] = __fmul_rn(s[b][k], gain[k]);
+      }
+      uint4 high, low;
+      split(s[b], high, low);
+      const int under = TOKENS + token;
+      *(uint4*)(z + (token >> 3) * 1024 + swizzled(token & 7, fragment & 7)) = high;
+      *(uint4*)(z + (under >> 3) * 1024 + swizzled(under & 7, fragment & 7)) = low;
+    }
+  }
+}
+
+// Partial products of this CTA's columns and slice for rows `first` on. The order over k is one for all TOKENS.
+DEVICE void project_tile(const Arguments& a, int group, int slice, int first, char* memory) {
+  const int lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
+  const int tile = threadIdx.x >> 7, warp = (threadIdx.x >> 5) & 3;  // a warpgroup, and a warp of it
+  if (tile >= M_TILES) return;
+  const int row = min(64 * tile, GROUP_ROWS - 64);
+  const u32 weights = shared_address(memory), barriers = weights + BARRIERS;
+  const u64 left = operand(weights + 128 * row), right = operand(weights + Z);
+  float sum[TOKENS] = {};
+#pragma unroll
+  for (int i = 0; i < STRIPES; i++) {
+#if !K3_NO_WEIGHTS
+#pragma unroll
+    for (int j = 0; j < PARTS; j++) barrier_wait(barriers + 8 * (i * PARTS + j));
+#endif
+    product_begin();
+#pragma unroll
+    for (int k = 0; k < 4; k++)
+      product(sum, left + ((i * GROUP_ROWS * 128 + 32 * k) >> 4), right + ((i * N * 128 + 32 * k) >> 4));
+    product_commit();
+  }
+  product_wait();
+  if (row + 16 * warp < 64 * tile) return;  // the tile before has these
+  const int to = group * GROUP_ROWS + row + 16 * warp + g;
+  constexpr int HALF = TOKENS / 8;
+#pragma unroll
+  for (int n = 0; n < (HALF ? HALF : 1); n++)
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+      float v;
+      // Four tokens: high and low terms are columns of one tile of eight, two lanes apart.
+      if constexpr (HALF == 0) v = sum[i] + __shfl_xor_sync(~0u, sum[i], 2);
+      else v = sum[4 * n + i] + sum[4 * (n + HALF) + i];
+      const int token = 8 * n + 2 * t + (i & 1);
+      if (token < TOKENS && first + token < a.rows)
+        a.partials[((u64)(first + token) * SLICES + slice) * C + to + 8 * (i >> 1)] = v;
+    }
+}
+
+// Likewise the mean square's share.
+DEVICE void sum_squares(const Arguments& a, int group, int slice, int first, const char* memory) {
+  const float* squares = (const float*)(memory + SQUARES);
+  const int token = THREADS - 1 - threadIdx.x;  // the last warp has the fewest columns to publish
+  if (token >= TOKENS || first + token >= a.rows) return;
+  float sum = squares[token * STRIPES];
+#pragma unroll
+  for (int i = 1; i < STRIPES; i++) sum += squares[token * STRIPES + i];
+  a.squares[(group * MAX_ROWS + first + token) * SLICES + slice] = sum;
+}
+
+DEVICE u64 exchange(const Arguments& a) {
+  extern __shared__ __align__(1024) char memory[];
+  const int group = blockIdx.x / SLICES, slice = blockIdx.x % SLICES;
+  u64* number = (u64*)(memory + NUMBER);
+  u64 mine = 0;
+  if (threadIdx.x == 0) mine = step(&a.counters->cells[blockIdx.x]);
+  const int column = slice * SLICE + 8 * (threadIdx.x % FRAGMENTS);
+  if (a.norm) prefetch_l2(a.norm + (a.flags & NORM_FP32 ? 4 : 2) * column);
+  __syncthreads();  // the barriers are there; the loads begin
+  if (threadIdx.x == 0) *number = mine;
+  sync_block();
+  const u64 call = *number;
+  const int region = (int)(call % 3);
+  launch_dependents();
+  wait_for_predecessor();
+  publish(a, call, region);
+  if (blockIdx.x == 0 && threadIdx.x == 0) store_gpu(&a.counters->rows[call & 1], (u32)a.rows);
+  const int before = (int)load_gpu(&a.counters->rows[(call + 1) & 1]);
+  float gain[8] = {};
+  if (a.norm) load_vector(gain, a.norm, column, a.flags & NORM_FP32);
+  for (int first = 0; first < a.rows; first += TOKENS) {
+    if (first) sync_block();  // all products of the tile before have been made
+    reduce_tile(a, call, region, slice, first, gain, memory);
+    fence_operands();
+    sync_block();
+    if (first == 0) clear(a, before, region);
+#if K3_FENCES && !K3_WHOLE
+    if (first + TOKENS >= a.rows) arrive_at<2>(BLOCK);
+#endif
+    sum_squares(a, group, slice, first, memory);
+    project_tile(a, group, slice, first, memory);
+  }
+#if K3_FENCES && K3_WHOLE
+  if (threadIdx.x == 0) fence_sys();
+#endif
+  return call;
+}
+#endif
 
 // ---- finish: stages 5 to 9 -----------------------------------------------------------------------------------------
 
@@ -419,33 +655,50 @@ DEVICE float4 load_partial(const float* p) {
   return make_float4(__uint_as_float(v.x), __uint_as_float(v.y), __uint_as_float(v.z), __uint_as_float(v.w));
 }
 
-// Four columns: the slices in order, r, scale, bias, shared, residual; one rounding; to every rank.
+// Four columns: the slices in order, r, scale, bias, shared, residual; one rounding; to every rank. All that is asked
+// for is asked for before anything is waited for.
 DEVICE void finish_unit(const Arguments& a, u64 call, int region, int token, int column) {
+  constexpr int EARLY = SLICES < 8 ? SLICES : 8, COUNT = W < AT_ONCE ? W : AT_ONCE;
   const float* partials = a.partials + (u64)token * SLICES * C + column;
   const float* squares = a.squares + (column / (16 * GROUP_TILES) * MAX_ROWS + token) * SLICES;
-  float y[4] = {};
-  float sum = 0.0f;
-#pragma unroll 8
-  for (int s = 0; s < SLICES; s++) {
-    const float4 v = load_partial(partials + (u64)s * C);
-    const float square = __uint_as_float(load_l2(squares + s, u32()));
-    y[0] = s ? y[0] + v.x : v.x; y[1] = s ? y[1] + v.y : v.y;
-    y[2] = s ? y[2] + v.z : v.z; y[3] = s ? y[3] + v.w : v.w;
-    sum = s ? sum + square : square;
+  const char* mailbox = a.own_shared + region * a.region_bytes + 2 * ((u64)token * W * C + column);
+  const Waiting w = waiting(a, call);
+  float4 v[EARLY];
+  u32 square[EARLY];
+  uint2 shared[COUNT];
+#pragma unroll
+  for (int s = 0; s < EARLY; s++) {
+    v[s] = load_partial(partials + (u64)s * C);
+    square[s] = load_l2(squares + s, u32());
   }
+  ask(shared, mailbox, 2 * C);
   float residual[4] = {}, bias[4] = {}, total[4];
   if (a.residual)
     unpack(residual, load_l2(a.residual + 2 * (token * a.residual_stride + a.rank * C + column), uint2()));
   if (a.bias) {
     if (a.flags & BIAS_FP32) {
-      const float4 v = load_partial((const float*)a.bias + column);
-      bias[0] = v.x; bias[1] = v.y; bias[2] = v.z; bias[3] = v.w;
+      const float4 b = load_partial((const float*)a.bias + column);
+      bias[0] = b.x; bias[1] = b.y; bias[2] = b.z; bias[3] = b.w;
     } else {
       unpack(bias, load_l2(a.bias + 2 * column, uint2()));
     }
   }
-  const char* mailbox = a.own_shared + region * a.region_bytes + 2 * ((u64)token * W * C + column);
-  add_ranks<0>(total, mailbox, 2 * C, waiting(a, call), token);
+  float y[4] = {v[0].x, v[0].y, v[0].z, v[0].w};
+  float sum = __uint_as_float(square[0]);
+#pragma unroll
+  for (int s = 1; s < EARLY; s++) {
+    y[0] += v[s].x; y[1] += v[s].y; y[2] += v[s].z; y[3] += v[s].w;
+    sum += __uint_as_float(square[s]);
+  }
+#pragma unroll 8
+  for (int s = EARLY; s < SLICES; s++) {
+    const float4 more = load_partial(partials + (u64)s * C);
+    sum += __uint_as_float(load_l2(squares + s, u32()));
+    y[0] += more.x; y[1] += more.y; y[2] += more.z; y[3] += more.w;
+  }
+  receive(shared, mailbox, 2 * C, w, PHASE_SHARED, token, 0);
+  add<0>(total, shared);
+  add_ranks<COUNT, uint2>(total, mailbox, 2 * C, w, PHASE_SHARED, token);
   const float r = a.norm ? __frsqrt_rn(sum / (float)L + a.eps) : 1.0f;
 #pragma unroll
   for (int k = 0; k < 4; k++) {
@@ -458,8 +711,8 @@ DEVICE void finish_unit(const Arguments& a, u64 call, int region, int token, int
     if (a.residual) x = __fadd_rn(x, residual[k]);
     y[k] = x;
   }
-  const uint2 v = publishable(make_uint2(pack(y[0], y[1]), pack(y[2], y[3])));
-  put_to_all(a, a.gather, a.gather_all, 2 * ((u64)token * H + column), v);
+  const uint2 out = publishable(make_uint2(pack(y[0], y[1]), pack(y[2], y[3])));
+  put_to_all(a, a.gather, a.gather_all, 2 * ((u64)token * H + column), out);
 }
 
 // The same four columns of the ranks FIRST .. W - 1: poll, copy out, empty. The one reader empties what it has read.
@@ -487,43 +740,62 @@ DEVICE void finish(const Arguments& a, u64 call, const Units& units) {
     gather_ranks<0>(a, w, i / units.per_row, 4 * (units.first + i % units.per_row));
 }
 
-// The last CTA says that the call is done whole: after all clears and re-arms of all CTAs, with release.
-DEVICE void complete(const Arguments& a, u64 call) {
-  __syncthreads();
+// Says that the call is done whole: after all clears and re-arms of all CTAs, with release. In two kernels every CTA of
+// the second adds its share (the first has ended by then), in one the last CTA, which resets what it was counted by.
+DEVICE void complete(const Arguments& a) {
+  sync_block();
   if (threadIdx.x != 0) return;
   Counters* counters = a.counters;
+#if K3_WHOLE
   if (step(&counters->finished) != gridDim.x - 1) return;
   store_gpu(&counters->finished, 0);
-#if K3_WHOLE
   for (int i = 0; i < GROUPS; i++) store_gpu(&counters->arrived[i], 0);
+  add_release(&counters->completed, COMPLETIONS);
+#else
+  add_release(&counters->completed, blockIdx.x ? 1 : COMPLETIONS - (gridDim.x - 1));
 #endif
-  release(&counters->completed, call + 1);
 }
 
 // ---- entries -------------------------------------------------------------------------------------------------------
 
+#if K3_BOX_ROWS
+constexpr int AN_SM = THREADS <= 256 && W <= 8 ? 2 : 1;  // blocks: what the registers have to suffice for
+#else
+constexpr int AN_SM = 1;
+#endif
+
 #if K3_ENTRY == 1
-extern "C" __global__ void __launch_bounds__(THREADS, 1) tail_exchange(const __grid_constant__ Arguments a) {
+extern "C" __global__ void __launch_bounds__(BLOCK, AN_SM) tail_exchange(const __grid_constant__ Arguments a) {
+#if K3_BOX_ROWS
+  if (threadIdx.x >= THREADS) return load_weights(a);
+#endif
   exchange(a);
 }
 #elif K3_ENTRY == 2
 constexpr int FINISH_THREADS = K3_FINISH_THREADS;
 
-// Runs right behind tail_exchange. While it does, the completion word holds the number of this very call.
+// Runs right behind tail_exchange. Its number is in the cells: the CTAs of tail_exchange stepped theirs before they let
+// this kernel start, and the next call's can't step them before all CTAs here have let it.
 extern "C" __global__ void __launch_bounds__(FINISH_THREADS) tail_finish(const __grid_constant__ Arguments a) {
+  __shared__ u64 number;
+  if (threadIdx.x == 0) number = load_gpu(&a.counters->cells[blockIdx.x % (GROUPS * SLICES)]) - 1;
+  __syncthreads();
+  const u64 call = number;
   launch_dependents();
   wait_for_predecessor();
-  const u64 call = acquire(&a.counters->completed);
   const Units units{(int)(blockIdx.x * FINISH_THREADS + threadIdx.x), (int)(gridDim.x * FINISH_THREADS),
                     a.rows * (C / 4), C / 4, 0};
   finish(a, call, units);
-  complete(a, call);
+  complete(a);
 }
 #elif K3_ENTRY == 3
-extern "C" __global__ void __launch_bounds__(THREADS, 1) tail_whole(const __grid_constant__ Arguments a) {
+extern "C" __global__ void __launch_bounds__(BLOCK, AN_SM) tail_whole(const __grid_constant__ Arguments a) {
+#if K3_BOX_ROWS
+  if (threadIdx.x >= THREADS) return load_weights(a);
+#endif
   const u64 call = exchange(a);
   const int group = blockIdx.x / SLICES, slice = blockIdx.x % SLICES;
-  __syncthreads();
+  sync_block();
   if (threadIdx.x == 0) {
     u32* arrived = &a.counters->arrived[group];
     arrive(arrived);
@@ -531,12 +803,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) tail_whole(const __grid
     Patience patience;
     while (acquire(arrived) != SLICES) patience.lose(w, PHASE_PARTIALS, 0, w.rank);
   }
-  __syncthreads();
+  sync_block();
   const int per_row = min(GROUP_TILES * 16, C - group * GROUP_TILES * 16) / 4;
   const Units units{(int)(slice * THREADS + threadIdx.x), SLICES * THREADS, a.rows * per_row, per_row,
                     group * GROUP_TILES * 4};
   finish(a, call, units);
-  complete(a, call);
+  complete(a);
 }
 #elif K3_ENTRY == 4
 // The next layer's RMSNorm of the finished rows, a CTA a row: nothing is communicated.

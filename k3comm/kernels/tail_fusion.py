@@ -13,11 +13,23 @@ the product after 32 steps by a model without guard bits, where K0 allows 2e-6);
 programmatic dependent launch the next call's first loads start under it. Whole: `tail_whole`, one kernel, where a call
 stands alone. Both give the same bits.
 
+**Paths of the projection.** The general one runs everywhere: weights through registers, mma.sync. On sm_90a, where a
+cut into equal slices (multiples of 64 columns) and equal groups (multiples of 16 rows, 64 to 256) fits the shared
+memory (K3 at W = 2, 4, 8 and 16: yes), a warp of its own streams the CTA's block of W_up by TMA into shared memory,
+from the kernel's start on and so under the call before, and wgmma multiplies from there. Where two CTAs fit an SM (K3
+from W = 4 on) call n + 1 loads under all of call n. Up to 16 rows are multiplied at once, more in turn from the same
+weights; a column of wgmma's result depends on that column of z alone, so 4, 8 and 16 give the same bits. Before this
+CTA's polls are over only WINDOW boxes are in flight.
+
 **Numerics.** s * g goes in as two BF16 terms, r = rsqrt(mean square) multiplies afterwards (K0, docs/tiers.md). Where
 the first term is not finite the second is zero.
 
 **The formal argument** (PTX memory model) that what a call re-arms is ordered before the peers' next stores needs two
-`fence.acq_rel.sys` a CTA; `fences=False` leaves them out, for measuring what they cost.
+`fence.acq_rel.sys` a CTA, one after the polls and one before the first store; `fences=False` leaves them out, for
+measuring what they cost. On sm_90a's path the first is the loading warp's, off the critical path. What they formalise
+holds on the hardware that there is without them: a mailbox's words live in its owner's L2 cache, the one place where
+all writers of a word meet; the owner's clears have reached it when the completion word's release, at GPU scope, is
+seen; its next stores leave after that; and a peer stores there again only after it has read those.
 
 Not run on hardware: multicast (compiled, and the PTX inspected; all but the two `multimem.st` is the peer form's), and
 every architecture but sm_90a.
@@ -37,7 +49,7 @@ from torch import Tensor
 from k3comm.errors import InputError, PeerTimeoutError
 from k3comm.kernels.compile import SHARED_LIMITS, KernelVariant, arch_of, compile_kernel
 from k3comm.kernels.finalize import Deferred
-from k3comm.kernels.launch import Launch, LaunchShape, load_kernel
+from k3comm.kernels.launch import MAP_BYTES, Launch, LaunchShape, load_kernel, tensor_map
 from k3comm.settings import Settings
 
 MAX_ROWS: Final = 64
@@ -48,6 +60,9 @@ MAX_WORLD: Final = 16
 
 MAX_CELLS: Final = 256
 """CTAs of the exchange at most: a cell of the counters each."""
+
+COMPLETIONS: Final = 1 << 20
+"""What a call that is done whole adds to the completion word, as in mailbox.cuh."""
 
 COUNTER_BYTES: Final = 12 * MAX_CELLS + 24
 """Of a lane's counters: zeros at the start, like `struct Counters` of mailbox.cuh."""
@@ -71,11 +86,32 @@ MAX_SLICE: Final = 512
 STATIC_SHARED: Final = 1024
 """Bytes of shared memory that are left to the compiler, and to the driver (1 KiB a block)."""
 
-TOKEN_TILES: Final = (1, 2, 4, 8)
-"""Variants by the rows that they hold, in eights."""
+TOKENS: Final = (8, 16, 32, 64)
+"""Variants of the general path, by the rows that they hold."""
+
+BOX_TOKENS: Final = (4, 8, 16)
+"""Variants of sm_90a's path; the last one takes more rows in turn."""
+
+STRIPE: Final = 64
+"""Latent columns of a box of weights: 128 bytes, the span of the swizzle."""
+
+GROUP_ROWS: Final = (64, 256)
+"""Output columns of a group on sm_90a's path: from one tile of wgmma's 64 to one for each of four warpgroups."""
+
+BOX_ROWS: Final = 64
+"""Of a box at most. Boxes of 7 KB and more read as fast as larger ones, and a window of a few of them is finer."""
+
+WINDOW: Final = 4
+"""Boxes in flight before a CTA's polls are over."""
+
+POLL_ROWS: Final = 8
+"""Rows by which the cost of polling counts in the choice of a cut."""
 
 SLICE_COST: Final = 1024
 """What one more slice costs the finish, in bytes of weights that a CTA reads in the same time. A seed for tuning."""
+
+BOX_SLICE_COST: Final = 1536
+"""Likewise on sm_90a's path."""
 
 
 @unique
@@ -105,9 +141,21 @@ def _pitch(slice_width: int) -> int:
     return (slice_width // STEP | 1) * 64
 
 
-def _shared_bytes(slice_width: int, token_tiles: int) -> int:
+def _shared_bytes(slice_width: int, tokens: int) -> int:
     """Dynamic shared memory of the exchange: two terms of z, and the squares of each fragment."""
-    return 8 * token_tiles * (2 * _pitch(slice_width) + 4 * (slice_width // 8))
+    return tokens * (2 * _pitch(slice_width) + 4 * (slice_width // 8))
+
+
+def _box_rows(group_rows: int) -> int:
+    """Rows of a box: the largest multiple of 8 up to BOX_ROWS that divides a group."""
+    return next(rows for rows in range(BOX_ROWS, 0, -8) if group_rows % rows == 0)
+
+
+def _box_shared_bytes(group_rows: int, slice_width: int, tokens: int) -> int:
+    """Dynamic shared memory of the exchange on sm_90a's path: weights, z, squares, a barrier a box, two words of 8."""
+    stripes = slice_width // STRIPE
+    boxes = stripes * (group_rows // _box_rows(group_rows))
+    return 2 * group_rows * slice_width + 4 * tokens * slice_width + 4 * tokens * stripes + 8 * boxes + 16
 
 
 @attrs.frozen(kw_only=True)
@@ -119,6 +167,7 @@ class Geometry:
         arch: the architecture.
         slice_width, slices: latent columns of a slice, a multiple of STEP; their number.
         group_tiles, groups: tiles of TILE output columns of a group; their number.
+        box_rows: rows of a box of weights on sm_90a's path; 0 is the general path.
     """
 
     hidden_size: int
@@ -129,6 +178,7 @@ class Geometry:
     slices: int
     group_tiles: int
     groups: int
+    box_rows: int = 0
 
     @property
     def columns(self) -> int:
@@ -150,22 +200,55 @@ class Geometry:
         """Of the slices' squares: fp32 [groups, MAX_ROWS, slices]. Likewise."""
         return 4 * self.groups * MAX_ROWS * self.slices
 
-    def shared_bytes(self, token_tiles: int) -> int:
-        """Dynamic shared memory a CTA of the exchange, for `8 * token_tiles` rows."""
-        return _shared_bytes(self.slice_width, token_tiles)
+    @property
+    def threads(self) -> int:
+        """Of a block of the exchange that take part in all of it: a warpgroup a tile of 64 rows, no fewer than 256."""
+        return 256 if self.box_rows and self.group_tiles * TILE <= 128 else THREADS
+
+    @property
+    def block(self) -> int:
+        """Threads of a block of the exchange, with the warp that loads."""
+        return self.threads + (32 if self.box_rows else 0)
+
+    @property
+    def tokens(self) -> tuple[int, ...]:
+        """Variants of the exchange, by the rows that they hold at once."""
+        return BOX_TOKENS if self.box_rows else TOKENS
+
+    def tokens_for(self, rows: int) -> int:
+        """The variant for so many rows.
+
+        Raises:
+            InputError: more rows than MAX_ROWS, or none.
+        """
+        if type(rows) is not int or not 1 <= rows <= MAX_ROWS:
+            raise InputError(f"rows: {rows!r} given; accepted are 1 to {MAX_ROWS}")
+        return next((tokens for tokens in self.tokens if rows <= tokens), self.tokens[-1])
+
+    def shared_bytes(self, tokens: int) -> int:
+        """Dynamic shared memory a CTA of the exchange, for so many rows at once."""
+        if self.box_rows:
+            return _box_shared_bytes(self.group_tiles * TILE, self.slice_width, tokens)
+        return _shared_bytes(self.slice_width, tokens)
 
     def finish_blocks(self, rows: int, capacity: int) -> int:
         """CTAs of the finish: a thread for four columns of a row, as far as the grid is resident at once."""
         return min(-(-rows * self.columns // (4 * FINISH_THREADS)), FINISH_BLOCKS * capacity)
 
     @classmethod
-    def choose(cls, hidden_size: int, latent_size: int, world_size: int, *, arch: str, capacity: int) -> Geometry:
+    def choose(
+        cls, hidden_size: int, latent_size: int, world_size: int, *, arch: str, capacity: int, general: bool = False
+    ) -> Geometry:
         """The cut with the fewest bytes of weights a CTA, counting a slice as SLICE_COST bytes more.
+
+        On sm_90a one for its own path if there is any (the module's docstring); there the mailbox that a CTA polls
+        counts too, and a slice as BOX_SLICE_COST.
 
         Args:
             hidden_size, latent_size, world_size: H, L, W.
             arch: of `compile.ARCHITECTURES`.
             capacity: CTAs that are resident at once for this rank: SMs, or a share of them where ranks share a GPU.
+            general: the general path in any case.
 
         Raises:
             InputError: a shape that does not fall into fragments of 16 bytes, or that the capacity can't hold.
@@ -180,6 +263,21 @@ class Geometry:
         if type(capacity) is not int or capacity < 1:
             raise InputError(f"capacity: {capacity!r} given; accepted are whole numbers from 1")
         cells = min(capacity, MAX_CELLS)
+        if arch == "sm_90a" and not general:
+            boxed = _box_cut(hidden_size // world_size, latent_size, world_size, arch, cells)
+            if boxed is not None:
+                group_rows, slices = boxed
+                return cls(
+                    hidden_size=hidden_size,
+                    latent_size=latent_size,
+                    world_size=world_size,
+                    arch=arch,
+                    slice_width=latent_size // slices,
+                    slices=slices,
+                    group_tiles=group_rows // TILE,
+                    groups=hidden_size // world_size // group_rows,
+                    box_rows=_box_rows(group_rows),
+                )
         widest = _widest_slice(arch)
         tiles = -(-hidden_size // world_size // TILE)
         best: tuple[int, int, int, int] | None = None
@@ -208,21 +306,25 @@ class Geometry:
         )
 
 
+def _box_cut(columns: int, latent_size: int, world_size: int, arch: str, cells: int) -> tuple[int, int] | None:
+    """Rows of a group and number of slices on sm_90a's path; None if no cut into equal ones fits."""
+    cuts = []
+    for group_rows in range(GROUP_ROWS[0], GROUP_ROWS[1] + 1, TILE):
+        for slices in range(1, cells + 1):
+            width = latent_size // slices
+            if columns % group_rows or latent_size % (slices * STRIPE) or width > MAX_SLICE:
+                continue
+            fits = _box_shared_bytes(group_rows, width, BOX_TOKENS[-1]) <= SHARED_LIMITS[arch]
+            if fits and slices * (columns // group_rows) <= cells:
+                polled = 2 * POLL_ROWS * world_size * width
+                cuts.append((2 * group_rows * width + polled + BOX_SLICE_COST * slices, group_rows, slices))
+    return min(cuts)[1:] if cuts else None
+
+
 def _widest_slice(arch: str) -> int:
     """The widest slice whose MAX_ROWS rows of z fit in shared memory."""
     room = SHARED_LIMITS[arch] - STATIC_SHARED
-    return max(width for width in range(STEP, MAX_SLICE + 1, STEP) if _shared_bytes(width, TOKEN_TILES[-1]) <= room)
-
-
-def token_tiles_for(rows: int) -> int:
-    """The smallest of TOKEN_TILES that holds so many rows.
-
-    Raises:
-        InputError: more rows than MAX_ROWS, or none.
-    """
-    if type(rows) is not int or not 1 <= rows <= MAX_ROWS:
-        raise InputError(f"rows: {rows!r} given; accepted are 1 to {MAX_ROWS}")
-    return next(tiles for tiles in TOKEN_TILES if rows <= 8 * tiles)
+    return max(width for width in range(STEP, MAX_SLICE + 1, STEP) if _shared_bytes(width, TOKENS[-1]) <= room)
 
 
 # Variants
@@ -233,21 +335,27 @@ def kernel_variant(
     entry: Entry,
     *,
     transport: str = "peer",
-    token_tiles: int = 1,
+    tokens: int = 8,
     expert_weights: torch.dtype | None = None,
     fences: bool = True,
     link: bool = False,
+    window: int = WINDOW,
+    weights: bool = True,
 ) -> KernelVariant:
     """One kernel of a tail, for the geometry's architecture.
 
     Args:
         entry: which.
         transport: "peer" or "multicast".
-        token_tiles: of TOKEN_TILES; only the exchange and the one-kernel form have more than one variant.
+        tokens: of `geometry.tokens`; only the exchange and the one-kernel form have more than one variant.
         expert_weights: their dtype in the deferred finalize, BF16 or fp32; None where the partial sums are there.
         fences: the fences of the formal argument.
         link: publications can be held back, for benchmarks on one GPU.
+        window: boxes in flight before the polls are over. weights: they are read; without, results are garbage, and a
+            benchmark sees what reading them costs.
     """
+    multiplies = entry in (Entry.tail_exchange, Entry.tail_whole)
+    boxed = multiplies and geometry.box_rows > 0
     deferred = {None: 0, torch.bfloat16: 1, torch.float32: 2}[expert_weights]
     talks = entry is not Entry.tail_next_norm
     archs: Any = (geometry.arch,)
@@ -256,7 +364,9 @@ def kernel_variant(
             entry.name.replace("_", "-"),
             f"h{geometry.hidden_size}l{geometry.latent_size}w{geometry.world_size}",
             f"g{geometry.groups}x{geometry.group_tiles}s{geometry.slices}x{geometry.slice_width}",
-            *([f"t{token_tiles}"] if entry in (Entry.tail_exchange, Entry.tail_whole) else []),
+            *([f"t{tokens}"] if multiplies else []),
+            *([f"b{geometry.box_rows}x{window}"] if boxed else []),
+            *(["unread"] if boxed and not weights else []),
             *(["", "bf16", "fp32"][deferred : deferred + 1] if deferred else []),
             *([transport] if talks else []),
             *([] if fences else ["unfenced"]),
@@ -268,20 +378,24 @@ def kernel_variant(
         source="tail_fusion.cu",
         entry=entry.name,
         archs=archs,
-        registers=128,
+        registers=168 if boxed and geometry.world_size > 8 else 128,
         transport=transport if talks else None,
         defines={
             "K3_ENTRY": entry.value,
             "K3_HIDDEN": geometry.hidden_size,
             "K3_LATENT": geometry.latent_size,
             "K3_WORLD": geometry.world_size,
-            "K3_THREADS": THREADS,
+            "K3_THREADS": geometry.threads if multiplies else THREADS,
             "K3_FINISH_THREADS": FINISH_THREADS,
             "K3_SLICE": geometry.slice_width,
             "K3_SLICES": geometry.slices,
             "K3_GROUPS": geometry.groups,
             "K3_GROUP_TILES": geometry.group_tiles,
-            "K3_TOKEN_TILES": token_tiles,
+            "K3_TOKENS": tokens,
+            "K3_BOX_ROWS": geometry.box_rows if boxed else 0,
+            "K3_WINDOW": window if boxed else 0,
+            "K3_NO_WEIGHTS": boxed and not weights,
+            "K3_SHARED_BYTES": geometry.shared_bytes(tokens) if boxed else 0,
             "K3_MAX_ROWS": MAX_ROWS,
             "K3_COUNTER_BYTES": COUNTER_BYTES,
             "K3_ARGUMENT_BYTES": ctypes.sizeof(Arguments),
@@ -302,16 +416,29 @@ def variants() -> Iterator[KernelVariant]:
         odd = Geometry.choose(2904, 1000, 3, arch=arch, capacity=sms)
         found = [
             kernel_variant(k3, Entry.tail_exchange),
-            kernel_variant(k3, Entry.tail_exchange, token_tiles=8, expert_weights=torch.bfloat16),
-            kernel_variant(k3, Entry.tail_whole, token_tiles=2, expert_weights=torch.float32),
+            kernel_variant(k3, Entry.tail_exchange, tokens=k3.tokens[-1], expert_weights=torch.bfloat16),
+            kernel_variant(k3, Entry.tail_whole, tokens=16, expert_weights=torch.float32),
             kernel_variant(k3, Entry.tail_finish),
             kernel_variant(k3, Entry.tail_next_norm),
-            kernel_variant(k3, Entry.tail_exchange, token_tiles=2, transport="multicast"),
+            kernel_variant(k3, Entry.tail_exchange, tokens=16, transport="multicast"),
             kernel_variant(k3, Entry.tail_whole, transport="multicast"),
-            kernel_variant(wide, Entry.tail_exchange, token_tiles=8),
+            kernel_variant(wide, Entry.tail_exchange, tokens=wide.tokens[-1]),
             kernel_variant(wide, Entry.tail_finish, transport="multicast"),
-            kernel_variant(odd, Entry.tail_exchange, token_tiles=8),
+            kernel_variant(odd, Entry.tail_exchange, tokens=64),
         ]
+        if k3.box_rows:
+            general = Geometry.choose(7168, 3584, 2, arch=arch, capacity=sms, general=True)
+            found += [
+                kernel_variant(k3, Entry.tail_exchange, tokens=4),
+                *(
+                    kernel_variant(cut, entry, tokens=tokens, expert_weights=torch.float32)
+                    for cut in (Geometry.choose(7168, 3584, world, arch=arch, capacity=sms) for world in (4, 8))
+                    for entry in (Entry.tail_exchange, Entry.tail_whole)
+                    for tokens in (4, 16)
+                ),
+                kernel_variant(general, Entry.tail_exchange, tokens=64, expert_weights=torch.bfloat16),
+                kernel_variant(general, Entry.tail_whole, tokens=16, expert_weights=torch.float32),
+            ]
         # The name says the geometry, and two architectures may have the same one.
         yield from (attrs.evolve(variant, name=f"{variant.name}-{arch}") for variant in found)
 
@@ -323,6 +450,7 @@ class Arguments(ctypes.Structure):
     """What every entry takes, by value: `struct Arguments` of tail_fusion.cu, field by field."""
 
     _fields_ = (
+        ("boxes", ctypes.c_uint64 * 16),
         *((name, ctypes.c_uint64 * MAX_WORLD) for name in ("latent", "shared", "gather")),
         *((name, ctypes.c_uint64) for name in ("latent_all", "gather_all", "own_latent", "own_shared", "own_gather")),
         *((name, ctypes.c_uint64) for name in ("counters", "record", "partials", "squares")),
@@ -335,6 +463,7 @@ class Arguments(ctypes.Structure):
         ("scale", ctypes.c_float),
         ("eps", ctypes.c_float),
         ("link_cycles", ctypes.c_uint32),
+        ("spare", ctypes.c_uint32 * 4),
     )
 
 
@@ -422,6 +551,9 @@ PHASES: Final = {1: "completion", 2: "latent", 3: "shared", 4: "partials", 5: "g
 OPERATIONS: Final = {1: "moe_tail"}
 """`enum Operation` of mailbox.cuh."""
 
+MAX_MAPS: Final = 4096
+"""Tensor maps that are kept, one a layer; weights that have to be copied for every call would otherwise add up."""
+
 RECORD_WORDS: Final = 16
 """Of a record in pinned memory; nine are used."""
 
@@ -507,7 +639,8 @@ class TailKernels:
         deferred: dtypes of expert weights that `__call__` will be given.
         forms: what `__call__` will be asked for.
         settings: `pdl` and `poll_deadline` count, and where kernels are cached.
-        fences, link_cycles: for benchmarks; the module's docstring, and by how many cycles a publication is held back.
+        fences, link_cycles, window, weights: for benchmarks; the module's docstring, by how many cycles a publication
+            is held back, and `kernel_variant`.
 
     Attributes:
         record: int32 [RECORD_WORDS], pinned: see `Expired`.
@@ -529,6 +662,8 @@ class TailKernels:
         settings: Settings | None = None,
         fences: bool = True,
         link_cycles: int = 0,
+        window: int = WINDOW,
+        weights: bool = True,
     ) -> None:
         settings = Settings() if settings is None else settings
         self.geometry = geometry
@@ -536,25 +671,29 @@ class TailKernels:
         self.device = device
         self.record = torch.zeros(RECORD_WORDS, dtype=torch.int32, pin_memory=True)
         options: dict[str, Any] = {"transport": transport, "fences": fences, "link": link_cycles > 0}
+        options |= {"window": window, "weights": weights}
 
         def launch(entry: Entry, grid: int, block: int, shared: int = 0, **kind: Any) -> Launch:
             compiled = compile_kernel(kernel_variant(geometry, entry, **options, **kind), geometry.arch, settings)
             shape = LaunchShape(grid=grid, block=block, shared=shared, pdl=True)
-            return Launch(load_kernel(compiled, device), shape, settings, resident=entry is not Entry.tail_next_norm)
+            kernel = load_kernel(compiled, device)
+            kernel.prefer_shared()  # kernels of a chain share an SM only if they split its memory alike
+            return Launch(kernel, shape, settings, resident=entry is not Entry.tail_next_norm)
 
         self._first: dict[tuple[Form, int, torch.dtype | None], Launch] = {}
         for form in forms:
             entry = Entry.tail_whole if form is Form.WHOLE else Entry.tail_exchange
-            for tiles in TOKEN_TILES:
+            for tokens in geometry.tokens:
                 for dtype in (None, *deferred):
-                    self._first[form, tiles, dtype] = launch(
+                    self._first[form, tokens, dtype] = launch(
                         entry,
                         geometry.blocks,
-                        THREADS,
-                        geometry.shared_bytes(tiles),
-                        token_tiles=tiles,
+                        geometry.block,
+                        geometry.shared_bytes(tokens),
+                        tokens=tokens,
                         expert_weights=dtype,
                     )
+        self._maps: dict[tuple[int, int], bytes] = {}
         rows = range(1, MAX_ROWS + 1)
         self._finish: dict[int, Launch] = {}
         if Form.SPLIT in forms:
@@ -587,6 +726,19 @@ class TailKernels:
             eps=eps,
             link_cycles=link_cycles,
         )
+
+    def _boxes(self, weight: Tensor) -> bytes:
+        """The tensor map of this rank's [H/W, L]; it depends on nothing but the key here and the geometry."""
+        place = weight.data_ptr(), weight.stride(0)
+        found = self._maps.get(place)
+        if found is None:
+            if len(self._maps) >= MAX_MAPS:
+                self._maps.clear()
+            found = self._maps[place] = self._make_boxes(weight)
+        return found
+
+    def _make_boxes(self, weight: Tensor) -> bytes:
+        return tensor_map(weight, (self.geometry.box_rows, STRIPE))
 
     @property
     def launches(self) -> int:
@@ -630,7 +782,7 @@ class TailKernels:
         """
         geometry, columns, rank = self.geometry, self.geometry.columns, self.rank
         rows = shared.shape[0]
-        tiles = token_tiles_for(rows)
+        tokens = geometry.tokens_for(rows)
         if out is None:
             out = shared.new_empty(rows, geometry.hidden_size)
         a = self._arguments[lane]
@@ -650,6 +802,8 @@ class TailKernels:
         a.routed, a.routed_stride = source.data_ptr(), source.stride(0)
         a.shared_rows, a.shared_stride = shared.data_ptr(), shared.stride(0)
         a.weight, a.weight_stride = weight.data_ptr(), weight.stride(0)
+        if geometry.box_rows:
+            ctypes.memmove(ctypes.addressof(a), self._boxes(weight), MAP_BYTES)  # the first field
         a.norm = a.bias = a.residual = a.next_norm = a.flags = 0
         if norm_weight is not None:
             norm_weight = aligned_vector(norm_weight)
@@ -668,7 +822,7 @@ class TailKernels:
             a.flags |= NEXT_NORM_FP32 * (next_norm_weight.dtype == torch.float32)
         a.out, a.rows, a.layer, a.scale = out.data_ptr(), rows, layer, routed_scale
         packed = bytes(a)
-        self._first[form, tiles, dtype](packed)
+        self._first[form, tokens, dtype](packed)
         if form is Form.SPLIT:
             self._finish[rows](packed)
         if a.next_norm:

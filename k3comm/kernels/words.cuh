@@ -64,7 +64,14 @@ DEVICE u32 load_gpu(const u32* p) {
   return v;
 }
 DEVICE void store_gpu(u32* p, u32 v) { asm volatile("st.relaxed.gpu.global.u32 [%0], %1;" :: "l"(p), "r"(v) : "memory"); }
-DEVICE void release(u64* p, u64 v) { asm volatile("st.release.gpu.global.u64 [%0], %1;" :: "l"(p), "l"(v) : "memory"); }
+DEVICE u64 load_gpu(const u64* p) {
+  u64 v;
+  asm volatile("ld.relaxed.gpu.global.u64 %0, [%1];" : "=l"(v) : "l"(p) : "memory");
+  return v;
+}
+DEVICE void add_release(u64* p, u64 v) {
+  asm volatile("red.release.gpu.global.add.u64 [%0], %1;" :: "l"(p), "l"(v) : "memory");
+}
 DEVICE void arrive(u32* p) { asm volatile("red.release.gpu.global.add.u32 [%0], 1;" :: "l"(p) : "memory"); }
 DEVICE u32 step(u32* p) {
   u32 before;

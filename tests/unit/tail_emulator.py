@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import re
 import shutil
+import struct
 import subprocess
 from collections.abc import Sequence
 from pathlib import Path
@@ -22,11 +23,12 @@ from torch import Tensor
 from k3comm.buffers.mailbox import COUNTER_BYTES, EMPTY, MailboxLayout
 from k3comm.kernels.compile import FOLDER
 from k3comm.kernels.tail_fusion import (
+    COMPLETIONS,
     FINISH_THREADS,
     MAX_CELLS,
     MAX_ROWS,
     RECORD_WORDS,
-    TOKEN_TILES,
+    STRIPE,
     Arguments,
     Entry,
     Form,
@@ -37,12 +39,12 @@ from k3comm.kernels.tail_fusion import (
 )
 
 THREADS = 64
-"""Of a block of the exchange, where the GPU has 512: fewer fibers. No sum depends on it."""
+"""Of a block of the exchange, where the GPU has 512: fewer fibers. No sum depends on it. sm_90a's path has its own."""
 
 HERE = Path(__file__).parent / "emulator"
 
 SHARED = {
-    r"extern __shared__ __align__\(128\) char memory\[\];": "char* memory = dynamic_shared();",
+    r"extern __shared__ __align__\(\d+\) char memory\[\];": "char* memory = dynamic_shared();",
     r"__shared__ u64 number;": "u64& number = *fixed_shared<u64>(0);",
     r"__shared__ float sums\[WARPS\];": "float* sums = fixed_shared<float>(64);",
 }
@@ -54,20 +56,25 @@ class Kernel(ctypes.Structure):
     _fields_ = tuple((name, ctypes.c_int) for name in ("entry", "grid", "block", "shared"))
 
 
-def build(folder: Path, geometry: Geometry, token_tiles: int, expert_weights: torch.dtype | None = None) -> Any:
+def threads(geometry: Geometry) -> int:
+    """Of a block of the exchange that take part in all of it: as few as the projection can do with."""
+    return 128 * -(-geometry.group_tiles // 4) if geometry.box_rows else THREADS
+
+
+def build(folder: Path, geometry: Geometry, tokens: int, expert_weights: torch.dtype | None = None) -> Any:
     """The kernels for one geometry as a library."""
     source = (FOLDER / "tail_fusion.cu").read_text(encoding="utf-8")
     for pattern, replacement in SHARED.items():
         source, count = re.subn(pattern, replacement, source)
-        assert count == 1, pattern
+        assert count, pattern
     assert "__shared__" not in re.sub(r"//.*", "", source)
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "tail_fusion.cpp").write_text(source, encoding="utf-8")
     shutil.copy(FOLDER / "mailbox.cuh", folder)
-    for name in ("words.cuh", "emulator.cpp"):
+    for name in ("words.cuh", "hopper.cuh", "emulator.cpp"):
         shutil.copy(HERE / name, folder)
-    variant = kernel_variant(geometry, Entry.tail_exchange, token_tiles=token_tiles, expert_weights=expert_weights)
-    defines = dict(variant.defines) | {"K3_THREADS": str(THREADS)}
+    variant = kernel_variant(geometry, Entry.tail_exchange, tokens=tokens, expert_weights=expert_weights, window=2)
+    defines = dict(variant.defines) | {"K3_THREADS": str(threads(geometry))}
     flags = [f"-D{name}={value}" for name, value in defines.items() if name not in ("K3_ENTRY", "K3_WHOLE")]
     command = ["g++", "-O1", "-std=c++17", "-ffp-contract=off", "-w", "-shared", "-fPIC", *flags]
     subprocess.run([*command, "emulator.cpp", "-o", "emulator.so"], cwd=folder, check=True)
@@ -85,8 +92,10 @@ class Step:
 class Recorded(TailKernels):
     """TailKernels whose launches go into a list."""
 
-    def __init__(self, geometry: Geometry, rank: int, lanes: Sequence[LaneAddresses], deadline: float) -> None:
-        self.geometry, self.rank = geometry, rank
+    def __init__(
+        self, geometry: Geometry, rank: int, lanes: Sequence[LaneAddresses], deadline: float, tokens: int
+    ) -> None:
+        self.geometry, self.rank, self._maps = geometry, rank, {}
         self.record = torch.zeros(RECORD_WORDS, dtype=torch.int32)
         self.steps: list[Step] = []
 
@@ -96,14 +105,14 @@ class Recorded(TailKernels):
 
         kinds = (None, torch.bfloat16, torch.float32)
         self._first = {
-            (form, tiles, kind): launch(
+            (form, fewer, kind): launch(
                 Entry.tail_whole if form is Form.WHOLE else Entry.tail_exchange,
                 geometry.blocks,
-                THREADS,
-                geometry.shared_bytes(TOKEN_TILES[-1]),  # one library serves calls of fewer rows too
+                threads(geometry) + (32 if geometry.box_rows else 0),
+                geometry.shared_bytes(tokens),  # one library serves calls of fewer rows too
             )
             for form in Form
-            for tiles in TOKEN_TILES
+            for fewer in geometry.tokens
             for kind in kinds
         }
         rows = range(1, MAX_ROWS + 1)
@@ -117,6 +126,13 @@ class Recorded(TailKernels):
         ]
         self.kept: list[Any] = []
 
+    def _make_boxes(self, weight: Tensor) -> bytes:
+        """`TensorMap` of the emulator's hopper.cuh."""
+        rows, columns = weight.shape
+        return struct.pack(
+            "<16Q", weight.data_ptr(), rows, columns, 2 * weight.stride(0), self.geometry.box_rows, STRIPE, *[0] * 10
+        )
+
     def __call__(self, **given: Any) -> Tensor:
         """As the call on a GPU, where a stream keeps memory from being used again too early."""
         out = super().__call__(**given)
@@ -127,7 +143,7 @@ class Recorded(TailKernels):
 class Ranks:
     """W ranks in this process, with their mailboxes."""
 
-    def __init__(self, library: Any, geometry: Geometry, *, deadline: float = 1.0) -> None:
+    def __init__(self, library: Any, geometry: Geometry, tokens: int, *, deadline: float = 1.0) -> None:
         self.library, self.geometry = library, geometry
         self.layout = layout = MailboxLayout(
             hidden_size=geometry.hidden_size,
@@ -155,6 +171,7 @@ class Ranks:
                     )
                 ],
                 deadline,
+                tokens,
             )
             for rank in range(geometry.world_size)
         ]
@@ -166,11 +183,13 @@ class Ranks:
             block.fill_(EMPTY & 0xFF)
             words = block[:COUNTER_BYTES].zero_().view(torch.int64)
             words[:MAX_CELLS] = calls
-            words[MAX_CELLS + MAX_CELLS // 2] = calls
+            words[MAX_CELLS + MAX_CELLS // 2] = calls * COMPLETIONS
 
     def completed(self) -> list[int]:
-        """Each rank's completion word."""
-        return [int(block[:COUNTER_BYTES].view(torch.int64)[MAX_CELLS + MAX_CELLS // 2]) for block in self.blocks]
+        """Calls that are done whole, by each rank's completion word."""
+        words = [int(block[:COUNTER_BYTES].view(torch.int64)[MAX_CELLS + MAX_CELLS // 2]) for block in self.blocks]
+        assert all(word % COMPLETIONS == 0 for word in words)
+        return [word // COMPLETIONS for word in words]
 
     def run(self, *, seed: int = 0, skew: int = 0, silent: int = -1) -> int:
         """Runs what the tails were asked for since the last time. 0: it ended; 1: a trap; 2: a deadlock.

@@ -1,4 +1,5 @@
 // Runs the kernels of tail_fusion.cu for some ranks at once; built and called by tail_emulator.py.
+#include "hopper.cuh"
 #include "mailbox.cuh"
 
 Fiber* current;

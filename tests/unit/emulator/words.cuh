@@ -50,6 +50,7 @@ struct Block {
   std::vector<char> memory;      // dynamic shared memory
   alignas(16) char fixed[1024];  // static shared memory
   std::vector<Warp> warps;
+  struct { int arrived = 0; u64 generation = 0; } named[4];  // barriers of some of its warps
 };
 struct Fiber {
   ucontext_t context;
@@ -59,6 +60,7 @@ struct Fiber {
   bool done = false;
   bool (*blocked)(Fiber*) = nullptr;  // what it waits for: not run before that is over
   u64 seen = 0;
+  int barrier = 0;
 };
 
 extern Fiber* current;
@@ -97,6 +99,7 @@ inline void meet() {  // all 32 lanes
   current->blocked = [](Fiber* f) { return f->block->warps[f->thread.x / 32].generation == f->seen; };
   give_way();
 }
+inline void __syncwarp() { meet(); }
 template <typename T> T exchange_lanes(T v, int from) {
   static_assert(sizeof(T) == 4);
   memcpy(warp().words[current->thread.x % 32], &v, 4);
@@ -182,7 +185,8 @@ inline u64 acquire(const u64* p) { give_way(); return *p; }
 inline u32 acquire(const u32* p) { give_way(); return *p; }
 inline u32 load_gpu(const u32* p) { return *p; }
 inline void store_gpu(u32* p, u32 v) { *p = v; }
-inline void release(u64* p, u64 v) { *p = v; }
+inline u64 load_gpu(const u64* p) { give_way(); return *p; }
+inline void add_release(u64* p, u64 v) { *p += v; }
 inline void arrive(u32* p) { ++*p; }
 inline u32 step(u32* p) { return (*p)++; }
 inline u64 step(u64* p) { return (*p)++; }
