@@ -461,7 +461,7 @@ class Emulated(Recorded):
 
     def __init__(self, geometry: Geometry, *, lanes: Sequence[LaneAddresses], eps: float, **given: Any) -> None:
         rank, deadline = given["rank"], given["settings"].poll_deadline
-        super().__init__(geometry, rank, lanes, deadline)
+        super().__init__(geometry, rank, lanes, deadline, geometry.tokens[-1])
         self._arguments = [
             self._lane_arguments(lane, workspace, eps, deadline, 0)
             for lane, workspace in zip(lanes, self._workspaces, strict=True)
@@ -492,7 +492,7 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Callable[[torch.dtype |
 
     @cache
     def build(kind: torch.dtype | None) -> Any:
-        return tail_emulator.build(folder / str(kind), geometry, tail_emulator.TOKEN_TILES[-1], kind)
+        return tail_emulator.build(folder / str(kind), geometry, geometry.tokens[-1], kind)
 
     return build
 
