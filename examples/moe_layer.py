@@ -154,9 +154,22 @@ def serve(dtype_name: str, kind: str) -> list[tuple[str, int, str, float, float]
 
 def main() -> int:
     parser = argparse.ArgumentParser(description="a tensor-parallel latent-MoE layer finished by k3comm")
-    parser.add_argument("--ranks", type=int, default=2, choices=(2, 4, 8))
-    parser.add_argument("--dtype", default="bfloat16", choices=("float32", "bfloat16"))
-    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
+    parser.add_argument(
+        "--ranks",
+        type=int,
+        default=2,
+        choices=(2, 4, 8),
+        help=f"processes that share the experts' {INNER} inner columns: 2, 4 or 8 (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--dtype",
+        default="bfloat16",
+        choices=("float32", "bfloat16"),
+        help="of weights and activations (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--device", default="cpu", choices=("cpu", "cuda"), help="where the layer runs (default: %(default)s)"
+    )
     options = parser.parse_args()
     # In bfloat16 the layer rounds half a dozen times, 1.7e-3 (rms) each: 4e-3 is what to expect.
     bound = 5e-6 if options.dtype == "float32" else 6e-3

@@ -13,7 +13,14 @@ import torch
 from torch import Tensor
 
 from k3comm.checks import check_rows, check_vector, checked_weights
-from k3comm.errors import CaptureError, DivergenceError, InputError, PlanError
+from k3comm.errors import (
+    CaptureError,
+    CommunicationTimeoutError,
+    DivergenceError,
+    InputError,
+    PeerTimeoutError,
+    PlanError,
+)
 from k3comm.kernels.finalize import Deferred, finalize
 from k3comm.negotiate.report import Explanation
 from k3comm.operations import OUTPUTS, TailArguments
@@ -24,6 +31,12 @@ from k3comm.tiers.separate_reduce import Plugin as SeparateReduce
 
 MAX_PLANS = 16384
 """Plans that one table remembers: twice the rows of a large prefill, about 3 MB."""
+
+DIVERGED = (
+    "whether the ranks made different calls is told by K3COMM_RECORD=folder and `k3comm report folder`, or by "
+    "K3COMM_CHECK_UNIFORM=1 (docs/doctor.md)"
+)
+"""What a time-out's traceback adds: a rank that made another call looks like one that is late."""
 
 
 class _Plans(dict[int, Plan]):
@@ -67,6 +80,11 @@ class MoETail:
         self._graph, self._graph_decode = _Plans(self, True, False), _Plans(self, True, True)
         self._other: dict[tuple[object, ...], Plan] = {}
         self._refusals: dict[tuple[str, bool], dict[Tier, str]] = {}
+
+    def __repr__(self) -> str:
+        weights = self._weights
+        kind = "project" if weights.project is not None else "sharded" if weights.sharded else "whole"
+        return f"MoETail(layer_index={self.layer_index}, up={kind!r}, precise={weights.precise})"
 
     def forget_plans(self) -> None:
         """Drops memoised plans: the agreement has changed. Plans that were handed out stay good."""
@@ -384,6 +402,8 @@ class MoETail:
         except BaseException as error:
             failure = self._session._failure_behind(error)
             ended = failure or error
+            if isinstance(ended, PeerTimeoutError | CommunicationTimeoutError):
+                ended.add_note(DIVERGED)
             self._session.broken = self._session.broken or f"{type(ended).__name__}: {ended}"
             if failure is not None:
                 raise failure from error

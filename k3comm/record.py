@@ -22,6 +22,7 @@ from __future__ import annotations
 import io
 import logging
 import os
+import stat
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -35,6 +36,8 @@ MAGIC = "# k3comm record 1"
 """The first line of every file; the number is the format's."""
 CLOSED = "# closed"
 """The last line, where the communicator was closed."""
+MAX_LINE = 1 << 16
+"""Characters of a line that are read. A call's has about 250; a header's settings may have a few thousand."""
 
 _log = logging.getLogger("k3comm")
 
@@ -117,7 +120,8 @@ class Recorder:
     """
 
     def __init__(self, folder: str | os.PathLike[str], name: str, rank: int, header: Mapping[str, str]) -> None:
-        self.path = Path(folder, f"{quote(name, safe='')}.rank{rank}.log")
+        # surrogatepass: any str is a name that an engine may give, also one that no encoding has.
+        self.path = Path(folder, f"{quote(name, safe='', errors='surrogatepass')}.rank{rank}.log")
         self._file: io.FileIO | None = None
         try:
             if self.path.exists():
@@ -160,7 +164,7 @@ class Record:
 
     Attributes:
         path: the file. rank: the rank in the job, by the file's name.
-        header: by name.
+        header: by name; empty where the rank was ended before it had written it.
     """
 
     path: Path
@@ -172,13 +176,13 @@ class Record:
         """Opens a file.
 
         Raises:
-            InputError: it can't be read, or is none of a recorder.
+            InputError: it can't be read, or is none of a recorder. A file without a whole line may be one.
         """
         place = Path(path)
         stem, _, number = place.name.removesuffix(".old").removesuffix(".log").rpartition(".rank")
         if not stem or not (number.isascii() and number.isdigit()):
             raise InputError(f"{place}: accepted are a recorder's files, which end in .rank<number>.log")
-        header = {}
+        header: dict[str, str] = {}
         for number_of_line, line in enumerate(_read(place)):
             if number_of_line == 0:
                 if line != MAGIC:
@@ -188,14 +192,11 @@ class Record:
                 header[key] = value
             else:
                 break
-        else:
-            if not header:
-                raise InputError(f"{place}: accepted are a recorder's files; this one has no header")
         return cls(path=place, rank=int(number), header=header)
 
     def lines(self) -> Iterator[str]:
         """The calls' lines, and CLOSED if the communicator was closed."""
-        return (line for line in _read(self.path) if not line.startswith("#") or line == CLOSED)
+        return (line for line in _read(self.path) if line and (not line.startswith("#") or line == CLOSED))
 
 
 def records_in(paths: Sequence[str | os.PathLike[str]]) -> list[Record]:
@@ -206,6 +207,10 @@ def records_in(paths: Sequence[str | os.PathLike[str]]) -> list[Record]:
     """
     files: list[Path] = []
     for path in map(Path, paths):
+        try:
+            os.stat(path)
+        except (OSError, ValueError) as error:  # ValueError: a name with a zero byte
+            raise InputError(f"{path}: can't be read: {getattr(error, 'strerror', None) or error}") from None
         found = sorted(path.glob("*.rank*.log")) if path.is_dir() else [path]
         if not found:
             raise InputError(f"{path}: there is no recorder's file in this folder (*.rank<number>.log)")
@@ -214,12 +219,19 @@ def records_in(paths: Sequence[str | os.PathLike[str]]) -> list[Record]:
 
 
 def _read(path: Path) -> Iterator[str]:
-    """The file's lines. A last one without an end was cut off in writing, and is left out."""
+    """The file's lines. A last one without an end was cut off in writing, and is left out.
+
+    Only regular files are read, and no line beyond MAX_LINE: a pipe would block, and a device has no end.
+    """
     try:
+        if not stat.S_ISREG(os.stat(path).st_mode):
+            raise InputError(f"{path}: accepted are regular files")
         with open(path, encoding="utf-8", errors="backslashreplace", newline="\n") as file:
-            for line in file:
+            while line := file.readline(MAX_LINE):
                 if line.endswith("\n"):
                     yield line[:-1]
+                elif len(line) >= MAX_LINE:
+                    raise InputError(f"{path}: a line of more than {MAX_LINE} characters; accepted are shorter ones")
     except OSError as error:
         raise InputError(f"{path}: can't be read: {error.strerror or error}") from None
 

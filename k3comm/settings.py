@@ -287,6 +287,29 @@ def launched(environ: Mapping[str, str] | None = None) -> tuple[int, int, int] |
     return rank, size, local
 
 
+def meeting_place(environ: Mapping[str, str] | None = None) -> tuple[str, int, bool]:
+    """Where the ranks of a job meet: address, port, and whether the launcher itself keeps the store there.
+
+    Raises:
+        SettingsError: a variable of the launcher that is missing or malformed.
+    """
+    environ = os.environ if environ is None else environ
+    address, port = (environ.get(name, "").strip() for name in ("MASTER_ADDR", "MASTER_PORT"))
+    if not address:
+        raise SettingsError("MASTER_ADDR: nothing given; accepted are the name or the address of rank 0's host")
+    if not (port.isascii() and port.isdigit() and len(port) <= 5 and 1 <= int(port) <= 65535):
+        raise SettingsError(f"MASTER_PORT: {port!r} given; accepted are whole numbers from 1 to 65535")
+    return address, int(port), environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+
+def quiet_torch() -> None:
+    """Unless TORCH_CPP_LOG_LEVEL is set, a torch that is loaded later in this process logs no errors of its C++ part.
+
+    For commands: what it logs it also raises, and the log has a page of places in C++ for each line.
+    """
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
+
+
 def _fields() -> list[attrs.Attribute[Any]]:
     return [field for field in attrs.fields(Settings) if "env" in field.metadata]
 

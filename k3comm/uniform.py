@@ -9,6 +9,7 @@ leaves there alone is the commonest difference of all.
 from __future__ import annotations
 
 import itertools
+import threading
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -27,7 +28,7 @@ TEXT_BYTES = 512
 
 
 class CallObserver:
-    """Sees every call of a communicator's handles before it talks.
+    """Sees every call of a communicator's handles before it talks. Calls of several threads take turns.
 
     Args:
         name: the communicator's, for errors.
@@ -48,6 +49,9 @@ class CallObserver:
         self._recorder = recorder
         self._exchange = exchange
         self._numbers = itertools.count()
+        # A number, its line and its comparison belong together: else a file's lines are out of order, and two
+        # comparisons meet in one collective.
+        self._turn = threading.Lock()
 
     def __call__(self, **fields: Any) -> None:
         """Numbers the call, records it and, but while a graph is captured, compares it. Collective if it compares.
@@ -56,7 +60,10 @@ class CallObserver:
             DivergenceError: the ranks' calls differ; on every rank, with the same text.
             CommunicationTimeoutError: a rank did not come.
         """
-        call = CallRecord(call=next(self._numbers), **fields)
+        with self._turn:
+            self._see(CallRecord(call=next(self._numbers), **fields))
+
+    def _see(self, call: CallRecord) -> None:
         if self._recorder is not None:
             self._recorder.write(call.line())
         if self._exchange is None or call.capture:

@@ -2,8 +2,8 @@
 
 Each command is a module of this package named after it, with a `HELP` line, `configure(parser)` and `run(arguments)`,
 which returns the exit code: 0 is well, 1 is a finding (a bound missed), 2 is a question that could not be answered (bad
-arguments, a malformed file, any K3CommError); `doctor` adds 3: ranks that can't work together. Modules import what is
-slow, torch first of all, only when they run.
+arguments, a malformed file, any K3CommError); 3 is one of ranks: `doctor`, they can't work together; `report`, one left
+no record. Modules import what is slow, torch first of all, only when they run.
 """
 
 from __future__ import annotations

@@ -335,7 +335,7 @@ class Checkup:
         facts: of each rank, `plain` values. tiers: best first.
         windows: where they come from. notes: what is worth knowing and no fault.
         pairs, vote_us: in a job. required: tiers that were asked for.
-        error: what ended the check before its end; "" if nothing did.
+        error: what ended the check before its end; "" if nothing did. absent: ranks that did not come at all.
     """
 
     ranks: int
@@ -350,12 +350,13 @@ class Checkup:
     vote_us: Sequence[int] = ()
     required: Sequence[Tier] = ()
     error: str = ""
+    absent: tuple[int, ...] = ()
 
     @property
     def missing(self) -> tuple[str, ...]:
-        """The tiers that were asked for and are not to be had, with the reason."""
+        """The ranks that did not come, and the tiers that were asked for and are not to be had, with the reason."""
         found = {state.tier: state for state in self.tiers}
-        return tuple(
+        return tuple(f"rank {rank} did not come" for rank in self.absent) + tuple(
             f"{tier.name} is required: {found[tier].why_not or 'not agreed'}"
             for tier in self.required
             if tier in found and not found[tier].capacity
@@ -381,6 +382,7 @@ class Checkup:
             "exit_code": self.exit_code,
             "failures": list(self.failures),
             "missing": list(self.missing),
+            "absent_ranks": list(self.absent),
             "notes": list(self.notes),
             "settings": {name: dict(entry) for name, entry in self.settings.items()},
             "windows": self.windows,

@@ -192,9 +192,12 @@ def _rich(table: Table, console: Console) -> None:
     # The title goes before the table and not into it, where it would wrap at the width of the columns.
     console.print(Text(table.title, style="bold"), soft_wrap=True)
     drawn = RichTable(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 2, 0, 0))
-    for name in table.columns:
+    for place, name in enumerate(table.columns):
         drawn.add_column(
-            Text(name.removeprefix(">")), justify="right" if name.startswith(">") else "left", overflow="fold"
+            Text(name.removeprefix(">")),
+            justify="right" if name.startswith(">") else "left",
+            overflow="fold",
+            no_wrap=place == 0,  # a row's name stays whole, so that it can be searched for
         )
     for row in table.rows:
         drawn.add_row(*(Text(str(cell), style=cell.style if isinstance(cell, Cell) else "") for cell in row))

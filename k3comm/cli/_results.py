@@ -137,7 +137,9 @@ def load_results(path: str) -> Results:
     """
     try:
         document = json.loads(Path(path).read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
+    except OSError as error:
+        raise InputError(f"{path}: can't be read: {error.strerror or error}") from None
+    except (ValueError, RecursionError) as error:
         raise InputError(f"{path}: can't be read as JSON: {error}") from None
     return parse_results(document, path)
 

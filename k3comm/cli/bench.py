@@ -176,7 +176,7 @@ def measured(arguments: argparse.Namespace, group: ProcessGroup) -> Results:
         replays=arguments.replays or (ENOUGH_REPLAYS if on_gpu else CPU_REPLAYS),
         census=arguments.census,
         seed=arguments.seed,
-        command=shlex.join(["k3comm", *sys.argv[1:]]),
+        command=f"{shlex.join(['k3comm', *sys.argv[1:]])} (under torchrun, {dist.get_world_size(group)} ranks)",
     )
     return _bench.measure(options, group, "cuda" if on_gpu else "cpu")
 
@@ -191,7 +191,7 @@ def show(results: Results) -> None:
         )
     if results.measurements:
         blocks += [_table(results, "chained"), _table(results, "isolated"), _error_table(results)]
-        blocks.append("*: the selected tier. us a call; in brackets the range of the repetitions. rival: not a tier.")
+        blocks.append("*: the selected tier. us a call; in brackets max - min of the repetitions. rival: not a tier.")
     for one in results.measurements:
         if one.census and one.rows == results.rows[0]:  # the other sizes' are in the JSON
             top = list(one.census.items())[:CENSUS_LINES]

@@ -14,6 +14,7 @@ ranks disagree, a pair failed, or a rank is missing.
 from __future__ import annotations
 
 import argparse
+import re
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -23,12 +24,14 @@ from typing import TYPE_CHECKING
 
 from k3comm.cli import _choice, _console
 from k3comm.errors import InputError, K3CommError
-from k3comm.negotiate.decide import MAX_RANKS, Decision
-from k3comm.settings import MAX_SECONDS, Settings, launched
+from k3comm.negotiate.decide import MAX_RANKS, Decision, name_ranks
+from k3comm.settings import MAX_SECONDS, Settings, launched, meeting_place, quiet_torch
 from k3comm.spec import LatentMoESpec, ParallelLayout
 from k3comm.tiers import UNLIMITED, Tier, Windows, choose_windows, load_windows
 
 if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
+
     from k3comm.buffers.symmetric import Exchange, SymmetricMemory
     from k3comm.cli._checkup import Checkup, PairCheck, TierState
     from k3comm.facts import Facts
@@ -41,6 +44,8 @@ DEADLINE = 30.0
 GRACE = 1.0
 """Seconds that a rank that gives up leaves rank 0 to speak: a launcher ends all ranks after the first."""
 SPEC = LatentMoESpec.kimi_k3()
+FRAMES = re.compile(r"\s*(Exception raised from |frame #[0-9])")
+"""How the lines begin in which torch's errors name their places in C++."""
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -129,28 +134,41 @@ def _alone(arguments: argparse.Namespace) -> Checkup:
 
 
 def _in_a_job(arguments: argparse.Namespace, rank: int, size: int, local: int) -> int:
+    quiet_torch()
     import torch
     import torch.distributed as dist
 
     from k3comm.negotiate.exchange import GroupExchange
 
+    place = meeting_place()
     device = _device(arguments.device)
     if device == "cuda":
         torch.cuda.set_device(local % max(torch.cuda.device_count(), 1))
+    absent: tuple[int, ...] = ()
     try:
+        store, absent = _meet(place, rank, size, arguments.deadline)
+        if absent:
+            raise RuntimeError(f"{name_ranks(absent)} did not come")
         dist.init_process_group(
-            "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo", timeout=timedelta(seconds=arguments.deadline)
+            "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo",
+            store=store,
+            rank=rank,
+            world_size=size,
+            timeout=timedelta(seconds=arguments.deadline),
         )
     except (RuntimeError, ValueError) as error:
         why = f"not all {size} ranks came together within {arguments.deadline:g} s: {_line(error)}"
-        return _end(why, arguments, rank, size)
+        code = _end(why, arguments, rank, size, absent)
+        if rank == 0:
+            time.sleep(GRACE)  # the others may ask its store yet who is missing
+        return code
     exchange = GroupExchange(dist.group.WORLD, arguments.deadline)  # type: ignore[arg-type]  # there is one now
     try:
         found = examine(
             exchange, device=device, deadline=arguments.deadline, required=arguments.require, new_memory=_memory(device)
         )
     except (K3CommError, RuntimeError) as error:
-        return _end(f"{type(error).__name__}: {error}", arguments, rank, size)
+        return _end(f"{type(error).__name__}: {_without_frames(error)}", arguments, rank, size)
     try:
         code = _speak(found, arguments, rank)
     finally:
@@ -159,6 +177,38 @@ def _in_a_job(arguments: argparse.Namespace, rank: int, size: int, local: int) -
             exchange.min([0])
             dist.destroy_process_group()
     return code
+
+
+def _meet(place: tuple[str, int, bool], rank: int, size: int, deadline: float) -> tuple[Store, tuple[int, ...]]:
+    """The job's store, and the ranks that have not come to it within `deadline` seconds.
+
+    Raises:
+        RuntimeError: the store can't be made, or not be reached.
+    """
+    from torch._C._distributed_c10d import PrefixStore, TCPStore
+
+    address, port, of_launcher = place
+    try:
+        store: Store = TCPStore(
+            address,
+            port,
+            size,
+            is_master=rank == 0 and not of_launcher,
+            timeout=timedelta(seconds=deadline),
+            wait_for_workers=False,  # it would say how many are missing, and not which
+            multi_tenant=True,
+        )
+        store = PrefixStore("k3comm doctor", store)
+        keys = [f"came/{one}" for one in range(size)]
+        store.set(keys[rank], "")
+        with suppress(RuntimeError):  # its text names no rank
+            store.wait(keys, timedelta(seconds=deadline))
+        return store, tuple(one for one, key in enumerate(keys) if not store.check([key]))
+    except RuntimeError as error:
+        whose = (
+            "the launcher's store" if of_launcher else "its store" if rank == 0 else "rank 0 did not come, or its store"
+        )
+        raise RuntimeError(f"{whose} at {address}:{port} can't be used: {_line(error)}") from error
 
 
 def examine(
@@ -180,7 +230,13 @@ def examine(
     from k3comm.communicator import Communicator
     from k3comm.errors import NegotiationError
 
-    settings = Settings(vote_deadline=deadline, rendezvous_deadline=deadline, poll_deadline=deadline, record="off")
+    settings = Settings(
+        vote_deadline=deadline,
+        rendezvous_deadline=deadline,
+        poll_deadline=deadline,
+        record="off",
+        sources=dict.fromkeys(("vote_deadline", "rendezvous_deadline", "poll_deadline", "record"), "doctor"),
+    )
     try:
         comm = Communicator.negotiate(SPEC, dist.group.WORLD, settings=settings, device=device, name="doctor")
     except NegotiationError as error:  # the same text on every rank
@@ -240,14 +296,14 @@ def _speak(found: Checkup, arguments: argparse.Namespace, rank: int) -> int:
     return found.exit_code
 
 
-def _end(error: str, arguments: argparse.Namespace, rank: int, size: int) -> int:
+def _end(error: str, arguments: argparse.Namespace, rank: int, size: int, absent: tuple[int, ...] = ()) -> int:
     """The end of a check that this rank could not finish; rank 0 may be the one that is gone, so each says it."""
     from k3comm.cli._checkup import Checkup
 
     if rank:
         _console.complain(f"k3comm: rank {rank}: {_line(error)}")
         time.sleep(GRACE)
-    return _speak(Checkup(ranks=size, job=True, error=error), arguments, rank)
+    return _speak(Checkup(ranks=size, job=True, error=error, absent=absent), arguments, rank)
 
 
 # On the terminal
@@ -382,4 +438,9 @@ def _count(number: int, what: str) -> str:
 
 
 def _line(error: object) -> str:
-    return " ".join(str(error).split())
+    return " ".join(_without_frames(error).split())
+
+
+def _without_frames(error: object) -> str:
+    """An error's text without the lines that only the makers of torch can use."""
+    return "\n".join(line for line in str(error).splitlines() if not FRAMES.match(line))

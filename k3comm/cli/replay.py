@@ -8,7 +8,8 @@ tokens of the others, oldest first. A forward of decode rows alone counts as dec
 eager prefill. A forward of m rows takes A + B*m microseconds; idle time is skipped.
 
 Where the windows carry measured times (`k3comm tune`), what the tails would take is estimated from them: for each
-forward the chosen tier's time at its m, times the layers.
+forward the chosen tier's time at its m, times the layers. Nothing is guessed beyond the measured sizes: where a forward
+lies outside, there is no sum ("-"), and such forwards are counted.
 """
 
 from __future__ import annotations
@@ -122,12 +123,11 @@ def run(arguments: argparse.Namespace) -> int:
     absent = [tier.name for tier in agreed.capacities if tally.forwards(tier) and not is_here(tier)]
     if absent:
         notes.append(f"not part of this version, so this is a machine to come: {', '.join(absent)}")
+    notes += _misfits(arguments, agreed, used.windows)
     if used.windows.timings:
         beyond = tally.beyond(used.windows)
         if beyond:
-            notes.append(
-                f"{beyond} forwards have more or fewer tokens than were measured; their tails are extrapolated"
-            )
+            notes.append(f"{beyond} forwards have more or fewer tokens than were measured; sums with them are left out")
         untimed = [tier.name for tier in tally.tiers() if tier not in used.windows.timings]
         if untimed:
             notes.append(f"the windows have no times of {', '.join(untimed)}")
@@ -139,6 +139,21 @@ def run(arguments: argparse.Namespace) -> int:
     else:
         _show(tally, trace, arguments, agreed, used, notes)
     return 0
+
+
+def _misfits(arguments: argparse.Namespace, agreed: Agreement[Tier], windows: Windows[Tier]) -> list[str]:
+    """Where a windows file is one of other ranks, or of another machine, than is asked about."""
+    notes = []
+    if windows.world_size not in (0, arguments.ranks):
+        notes.append(f"the windows were measured with {windows.world_size} ranks, and --ranks is {arguments.ranks}")
+    if windows.family == "host" and arguments.agreed is None:
+        notes.append(
+            "the windows are of the family host, and the tiers those of GPUs; give --agreed to say which are there"
+        )
+    unknown = [tier.name for tier in agreed.capacities if tier not in windows.rows]
+    if unknown:
+        notes.append(f"the windows have no row of {', '.join(unknown)}, so never choose it")
+    return notes
 
 
 @attrs.define
@@ -176,20 +191,20 @@ class Tally:
         return sorted({tier for tier, _, _ in self.counts})
 
     def tail_time(self, windows: Windows[Tier], layers: int, tier: Tier | None = None) -> float | None:
-        """The estimated microseconds of all tails of those forwards; None if a time of a chosen tier is missing."""
+        """The estimated microseconds of all tails of those forwards; None if one of them is not measured."""
         total = 0.0
         for (chosen, _, m), n in self._select(tier).items():
-            if chosen not in windows.timings:
+            if chosen not in windows.timings or not windows.timings[chosen].covers(m):
                 return None
             total += windows.timings[chosen].estimate(m) * n * layers
         return total
 
-    def beyond(self, windows: Windows[Tier]) -> int:
-        """The number of forwards whose m lies outside what the chosen tier was measured with."""
+    def beyond(self, windows: Windows[Tier], tier: Tier | None = None) -> int:
+        """The number of those forwards whose m lies outside what the chosen tier was measured with."""
         return sum(
             n
-            for (tier, _, m), n in self.counts.items()
-            if tier in windows.timings and not windows.timings[tier].covers(m)
+            for (chosen, _, m), n in self._select(tier).items()
+            if chosen in windows.timings and not windows.timings[chosen].covers(m)
         )
 
     def _select(
@@ -276,6 +291,7 @@ def _tier_table(tally: Tally, layers: int, windows: Windows[Tier]) -> _console.T
                 _percent(tally.time(tier), totals[2]),
                 f"{min(sizes)} / {_median(sizes)} / {max(sizes)}",
                 _tail_time(tally.tail_time(windows, layers, tier)),
+                f"{tally.beyond(windows, tier):,}",
             ]
         )
     sizes = tally.sizes()
@@ -290,11 +306,12 @@ def _tier_table(tally: Tally, layers: int, windows: Windows[Tier]) -> _console.T
             "",
             f"{min(sizes)} / {_median(sizes)} / {max(sizes)}",
             _tail_time(tally.tail_time(windows, layers)),
+            f"{tally.beyond(windows):,}",
         ]
     )
     columns = ["tier", ">forwards", ">share", ">tokens", ">share", ">layers", ">of time", ">m least / median / most"]
     if windows.timings:
-        columns.append(">tails, est.")
+        columns += [">tails, est.", ">unmeasured"]
     return _console.Table(
         title=f"By tier (layers: {layers} tails in each forward)",
         columns=columns,
@@ -374,11 +391,17 @@ def _as_dict(
 def _tail_seconds(
     tally: Tally, layers: int, windows: Windows[Tier], tier: Tier | None = None
 ) -> dict[str, float | None]:
-    """The estimated time of the tails, where the windows carry any times; null where one that is needed is missing."""
+    """The estimated time of the tails, where the windows carry any times; null where one that is needed is missing.
+
+    `unmeasured` counts the forwards outside the measured sizes.
+    """
     if not windows.timings:
         return {}
     estimate = tally.tail_time(windows, layers, tier)
-    return {"tail_seconds": None if estimate is None else estimate / 1e6}
+    return {
+        "tail_seconds": None if estimate is None else estimate / 1e6,
+        "unmeasured": tally.beyond(windows, tier),
+    }
 
 
 def _figure(tally: Tally, trace: Trace, arguments: argparse.Namespace, windows: Windows[Tier]) -> _plots.ReplayFigure:

@@ -1,15 +1,18 @@
 """Compares what the decision recorder wrote on several ranks, and shows where they first differ.
 
 FILE is a recorder's file (NAME.rank3.log), or a folder with them (K3COMM_RECORD). Files of one communicator and group
-are compared with each other; several communicators one after the other. A file that ends earlier than the others, as
-of a rank that was killed or hangs, is a difference too.
+are compared with each other; several communicators one after the other. Where names that nobody gave (k3comm-0, by
+each process's own count) differ between the ranks, a group's communicators are matched by their order. A file that ends
+earlier than the others, as of a rank that was killed or hangs, is a difference too.
 
-Exit codes: 0 all ranks did the same; 1 they differ; 2 a file can't be read, or is none of a recorder.
+Exit codes: 0 all ranks did the same; 1 they differ; 2 a file can't be read, or is none of a recorder; 3 no difference
+was found, but a rank of the group has no file, or an empty one.
 """
 
 from __future__ import annotations
 
 import argparse
+import re
 from collections.abc import Sequence
 from itertools import zip_longest
 from typing import Any
@@ -22,6 +25,9 @@ from k3comm.negotiate.decide import name_ranks
 from k3comm.record import CLOSED, Record, parse_call, records_in
 from k3comm.uniform import differences
 
+DEFAULT_NAME = re.compile(r"k3comm-([0-9]+)")
+"""What a communicator is called that was given no name: a count of its process, which may differ between ranks."""
+
 HELP = "where the decision recorder's files of several ranks first differ"
 
 
@@ -33,12 +39,20 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Compares the files, communicator by communicator."""
-    results = [compare(group) for group in _groups(records_in(arguments.files))]
+    records = records_in(arguments.files)
+    begun, empty = [one for one in records if one.header], [one for one in records if not one.header]
+    if not begun:
+        raise InputError(f"{records[0].path}: accepted are a recorder's files; this one has no header")
+    results = [compare(group) for group in _groups(begun)]
+    notes = [f"{one.path}: empty: rank {one.rank} was ended before it had written its header" for one in empty]
     if arguments.json:
-        _console.show_json({"schema": 1, "communicators": [attrs.asdict(result) for result in results]})
+        communicators = [attrs.asdict(result) for result in results]
+        _console.show_json({"schema": 1, "communicators": communicators, "empty": [str(one.path) for one in empty]})
     else:
-        _console.show(*(line for result in results for line in _lines(result)))
-    return int(any(result.difference for result in results))
+        _console.show(*(line for result in results for line in _lines(result)), *notes)
+    if any(result.difference for result in results):
+        return 1
+    return 3 if empty or any(result.absent for result in results) else 0
 
 
 @attrs.frozen(kw_only=True)
@@ -46,7 +60,7 @@ class Comparison:
     """What came of one communicator's files.
 
     Attributes:
-        communicator: its name. ranks: of the job, whose files were compared. absent: the group's other ranks.
+        communicator: its name, or names. ranks: of the job, whose files were compared. absent: the group's other ranks.
         calls: how many all ranks made alike, from the first.
         difference: what differs then, in words; "" if nothing does.
         lines: each rank's line there, as it stands in the file; "" where the file has ended.
@@ -65,7 +79,8 @@ def compare(records: Sequence[Record]) -> Comparison:
     ranks = tuple(record.rank for record in records)
     if len(set(ranks)) < len(ranks):
         raise InputError(f"two files of one rank given: {', '.join(str(record.path) for record in records)}")
-    group = tuple(int(word) for word in records[0].header.get("group", "").split() if word.isdigit())
+    words = records[0].header.get("group", "").split()
+    group = tuple(int(word) for word in words if word.isascii() and word.isdigit() and len(word) < 20)
     calls, difference, lines = 0, _headers(records), {}
     for row in zip_longest(*(record.lines() for record in records)) if not difference else ():
         if len(set(row)) > 1:
@@ -75,7 +90,7 @@ def compare(records: Sequence[Record]) -> Comparison:
                 break
         calls += row[0] != CLOSED
     return Comparison(
-        communicator=records[0].header.get("communicator", "?"),
+        communicator=", ".join(dict.fromkeys(record.header.get("communicator", "?") for record in records)),
         ranks=ranks,
         absent=tuple(rank for rank in group if rank not in ranks),
         calls=calls,
@@ -96,7 +111,14 @@ def _difference(lines: dict[int, str]) -> str:
         texts.append(f"{name_ranks(closed)}: closed")
     if not calls and ended and closed:
         texts.append(f"{name_ranks(ended)}: not closed, unlike {name_ranks(closed)}")
+    if not texts and len({_compared(lines[rank]) for rank in calls}) > 1:
+        texts.append("the lines differ, and not in a field of a call: a file is damaged, or of another version")
     return "; ".join(texts)
+
+
+def _compared(line: str) -> tuple[str, ...]:
+    """The words of a line but for `by`, which is no difference."""
+    return tuple(word for word in line.split() if not word.startswith("by="))
 
 
 def _headers(records: Sequence[Record]) -> str:
@@ -106,23 +128,48 @@ def _headers(records: Sequence[Record]) -> str:
         ranks: dict[str, list[int]] = {}
         for record in records:
             ranks.setdefault(record.header.get(name, "absent"), []).append(record.rank)
-        if len(ranks) > 1:
+        counted = name == "communicator" and all(DEFAULT_NAME.fullmatch(value) for value in ranks)
+        if len(ranks) > 1 and not counted:
             sides = "; ".join(f"{value} on {name_ranks(who)}" for value, who in ranks.items())
             found.append(f"header, {name}: {sides}")
     return "; ".join(found)
 
 
 def _groups(records: Sequence[Record]) -> list[list[Record]]:
+    """The files of one communicator together: equal name and group.
+
+    Names that nobody gave are counts of a process. Where every rank has as many such files of one group, they are
+    matched by the order of the counts; else a file is missing, and names are the better guess.
+    """
+    counted: dict[str | None, dict[int, list[Record]]] = {}
+    for record in sorted(records, key=lambda record: _count(record.header.get("communicator"))):
+        if _count(record.header.get("communicator")) >= 0:
+            counted.setdefault(record.header.get("group"), {}).setdefault(record.rank, []).append(record)
+    places = {
+        record.path: place
+        for ranks in counted.values()
+        if len({len(own) for own in ranks.values()}) == 1
+        for own in ranks.values()
+        for place, record in enumerate(own)
+    }
     groups: dict[tuple[Any, ...], list[Record]] = {}
     for record in records:
-        groups.setdefault((record.header.get("communicator"), record.header.get("group")), []).append(record)
+        who: object = places.get(record.path, record.header.get("communicator"))
+        groups.setdefault((who, record.header.get("group")), []).append(record)
     return list(groups.values())
+
+
+def _count(name: str | None) -> int:
+    """The number in a name that nobody gave; -1 for other names."""
+    match = DEFAULT_NAME.fullmatch(name or "")
+    return int(match[1]) if match and len(match[1]) < 20 else -1
 
 
 def _lines(result: Comparison) -> list[str]:
     who = f"{result.communicator}, {name_ranks(result.ranks)}"
-    absent = [f"  no file of {name_ranks(result.absent)}"] if result.absent else []
+    absent = [f"  MISSING: no record of {name_ranks(result.absent)}"] if result.absent else []
     if not result.difference:
-        return [f"{who}: {result.calls} calls, the same on all", *absent]
+        alike = "the same on these, and not known of the others" if absent else "the same on all"
+        return [f"{who}: {result.calls} calls, {alike}", *absent]
     shown = [f"  rank {rank}: {line or '(the file ends here)'}" for rank, line in result.lines.items()]
     return [f"{who}: the same for {result.calls} calls, then DIFFERENT", f"  {result.difference}", *shown, *absent]

@@ -75,7 +75,9 @@ def load_trace(path: str | Path) -> Trace:
     try:
         # utf-8-sig: spreadsheets put a byte order mark in front.
         text = Path(path).read_text(encoding="utf-8-sig")
-    except (OSError, UnicodeDecodeError) as error:
+    except OSError as error:
+        raise InputError(f"{path}: can't be read: {error.strerror or error}") from None
+    except UnicodeDecodeError as error:
         raise InputError(f"{path}: can't be read as text: {error}") from None
     return parse_trace(text.splitlines(), str(path))
 

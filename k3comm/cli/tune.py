@@ -37,7 +37,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "results", nargs="?", metavar="BENCH.json", help="what `bench --json` wrote (default: measure now)"
     )
-    parser.add_argument("--out", metavar="FILE", help="the file to write (default: FAMILY_RANKS.toml, as sm90_2.toml)")
+    parser.add_argument(
+        "--out",
+        metavar="FILE",
+        help="the file to write, in place of one that is there (default: FAMILY_RANKS.toml, as sm90_2.toml)",
+    )
     parser.add_argument(
         "--incumbent",
         metavar="FILE",
@@ -151,6 +155,10 @@ def _conclude(arguments: argparse.Namespace, results: Results, tuned: _tuning.Tu
     else:
         if not Path(path).parent.is_dir():
             raise InputError(f"--out: {path!r} given; there is no folder {str(Path(path).parent)!r}")
+        if arguments.results is not None and Path(path).resolve() == Path(arguments.results).resolve():
+            raise InputError(f"--out: {path!r} given, which holds the measured times; accepted are other files")
+        if Path(path).exists():
+            notes.append(f"{path} was there, and is replaced")
         write_atomically(path, text)
         load_windows(path, Tier)
         notes.append(f"written to {path}; K3COMM_WINDOWS={path} uses it")

@@ -21,7 +21,7 @@ UNLIMITED = 2**31 - 1
 T = TypeVar("T", bound=IntEnum)
 
 
-@attrs.frozen
+@attrs.frozen(repr=False)
 class Agreement(Generic[T]):
     """The tiers that every rank voted for, each with the number of rows that all can take.
 
@@ -54,6 +54,10 @@ class Agreement(Generic[T]):
         """The same agreement less some tiers."""
         gone = set(tiers)
         return Agreement({tier: rows for tier, rows in self.capacities.items() if tier not in gone})
+
+    def __repr__(self) -> str:
+        rows = (f"{tier.name}: {'any' if most == UNLIMITED else most}" for tier, most in self.capacities.items())
+        return f"Agreement({', '.join(rows)})"
 
     def __contains__(self, tier: object) -> bool:
         return tier in self.capacities

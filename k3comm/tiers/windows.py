@@ -271,8 +271,10 @@ def load_windows(path: str | os.PathLike[str], tiers: type[T] | None = None) -> 
     """
     try:
         document = tomllib.loads(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise WindowsError(f"{path}: can't be read: {error.strerror or error}") from None
     # TOMLDecodeError and UnicodeDecodeError are ValueErrors; brackets in brackets without end make tomllib recurse.
-    except (OSError, ValueError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:
         raise WindowsError(f"{path}: can't be read as TOML: {error}") from None
     return parse_windows(document, tiers or Tier, str(path))  # type: ignore[arg-type]
 

@@ -407,6 +407,7 @@ def test_the_tables(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixtu
     lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
     assert "TAIL_FUSION *9.00 (0.36) 156 (6.24)" in lines
     assert "joined 9.00 (0.36) -" in lines
+    assert any("in brackets max - min of the repetitions" in line for line in lines)
     assert "TAIL_FUSION K0 0.002 80 80" in lines
     assert "joined rival 0.002 40 40" in lines
     assert "left out: one-shot joined: needs GPUs" in lines

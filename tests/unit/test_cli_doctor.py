@@ -36,7 +36,7 @@ from k3comm.cli._checkup import (
 from k3comm.facts import Facts, Imex, Reason, Unknown
 from k3comm.negotiate.decide import Decision
 from k3comm.operations import Proposal
-from k3comm.settings import launched
+from k3comm.settings import launched, meeting_place
 from k3comm.testing import (
     FakeMachine,
     Fault,
@@ -315,8 +315,8 @@ def test_the_picture_for_people(monkeypatch: pytest.MonkeyPatch, capsys: pytest.
 
 
 KEYS = [
-    "k3comm", "schema", "job", "ranks", "hosts", "exit_code", "failures", "missing", "notes", "settings", "windows",
-    "tiers", "pairs", "vote_us", "facts",
+    "k3comm", "schema", "job", "ranks", "hosts", "exit_code", "failures", "missing", "absent_ranks", "notes",
+    "settings", "windows", "tiers", "pairs", "vote_us", "facts",
 ]  # fmt: skip
 
 
@@ -387,6 +387,46 @@ def test_what_a_launcher_says() -> None:
             launched(environ)
 
 
+def test_where_ranks_meet() -> None:
+    good = {"MASTER_ADDR": "host", "MASTER_PORT": "29500"}
+    assert meeting_place(good) == ("host", 29500, False)
+    assert meeting_place({**good, "TORCHELASTIC_USE_AGENT_STORE": "True"}) == ("host", 29500, True)
+    for name, text in (
+        ("MASTER_ADDR", ""), ("MASTER_ADDR", " "), ("MASTER_PORT", ""), ("MASTER_PORT", "x"), ("MASTER_PORT", "0"),
+        ("MASTER_PORT", "65536"), ("MASTER_PORT", "²"), ("MASTER_PORT", "9" * 5000),
+    ):  # fmt: skip
+        with pytest.raises(SettingsError, match=f"^{name}: "):
+            meeting_place({**good, name: text})
+
+
+def test_a_meeting_place_that_is_missing_is_told_at_once(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, text in (("RANK", "0"), ("WORLD_SIZE", "2"), ("MASTER_ADDR", "127.0.0.1")):
+        monkeypatch.setenv(name, text)
+    assert cli.main(["doctor", "--device", "cpu"]) == 2
+    assert capsys.readouterr().err == ("k3comm: MASTER_PORT: '' given; accepted are whole numbers from 1 to 65535\n")
+
+
+def test_places_in_torch_are_left_out_of_errors() -> None:
+    text = (
+        "timed out\nException raised from doWait at /x/TCPStore.cpp:1 (most recent call first):\nframe #0: c10::Error\n"
+    )
+    assert doctor._line(text) == "timed out"
+    assert doctor._without_frames("the ranks can't agree\nspec.x differs") == "the ranks can't agree\nspec.x differs"
+
+
+def test_names_stay_whole_in_a_narrow_table(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("rich")
+    monkeypatch.setattr(_console, "WIDTH", 60)
+    name = "versions.nvidia-cuda-runtime"
+    table = _console.Table(title="t", columns=["fact", "value", "help"], rows=[[name, "v" * 90, "words " * 20]])
+    _console.show(table)
+    assert name in capsys.readouterr().out
+
+
 def test_too_many_ranks(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "17")
@@ -408,7 +448,8 @@ def as_a_job(
     }  # fmt: skip
     if me.rank >= present:
         if me.rank < joining:
-            torch.distributed.init_process_group("gloo")
+            store, _ = doctor._meet(("127.0.0.1", port, False), me.rank, me.world_size, 30)
+            torch.distributed.init_process_group("gloo", store=store, rank=me.rank, world_size=me.world_size)
         return (None, "", "")
     out, err = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
@@ -441,6 +482,10 @@ def test_a_job_speaks_with_one_voice() -> None:
     assert len(document["vote_us"]["by_rank"]) == 3
     assert document["vote_us"]["slowest"] == max(document["vote_us"]["by_rank"]) > 0
     assert len(document["facts"]) == 3
+    sources = {name: entry["source"] for name, entry in document["settings"].items()}
+    assert {name for name, source in sources.items() if source == "doctor"} == {
+        "vote_deadline", "rendezvous_deadline", "poll_deadline", "record",
+    }  # fmt: skip
 
 
 def test_ranks_that_disagree_are_exit_code_3() -> None:
@@ -453,8 +498,35 @@ def test_ranks_that_disagree_are_exit_code_3() -> None:
 def test_a_rank_that_does_not_come_is_exit_code_3() -> None:
     found = launch(["--deadline", "1"], present=2)
     assert [code for code, _, _ in found] == [3, 3, None]
-    assert "FAILED not all 3 ranks came together within 1 s: " in found[0][1]
-    assert found[1][2].startswith("k3comm: rank 1: not all 3 ranks came together within 1 s: ")
+    assert "FAILED not all 3 ranks came together within 1 s: rank 2 did not come\n" in found[0][1]
+    assert "MISSING rank 2 did not come\n" in found[0][1]
+    assert found[1][2] == "k3comm: rank 1: not all 3 ranks came together within 1 s: rank 2 did not come\n"
+
+
+def test_who_did_not_come_is_there_for_machines() -> None:
+    found = launch(["--deadline", "1", "--json"], present=1)
+    document = json.loads(found[0][1])
+    assert (document["exit_code"], document["absent_ranks"]) == (3, [1, 2])
+    assert document["missing"] == ["rank 1 did not come", "rank 2 did not come"]
+    assert document["failures"] == ["not all 3 ranks came together within 1 s: ranks 1 and 2 did not come"]
+
+
+def test_a_first_rank_that_does_not_come_is_told_without_torchs_own_log() -> None:
+    import socket
+    import subprocess
+    import sys
+
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    job = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    program = [sys.executable, "-m", "k3comm", "doctor", "--device", "cpu", "--deadline", "1"]
+    found = subprocess.run(program, env=os.environ | job, capture_output=True, text=True, timeout=60)
+    assert (found.returncode, found.stdout) == (3, "")
+    (line,) = found.stderr.splitlines()
+    assert line.startswith(
+        "k3comm: rank 1: not all 2 ranks came together within 1 s: rank 0 did not come, or its store "
+    )
 
 
 def test_a_rank_that_joins_and_stops_is_named() -> None:

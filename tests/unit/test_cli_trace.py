@@ -79,8 +79,8 @@ def test_files(tmp_path: Path) -> None:
     assert load_trace(path).requests == (Request(0, 3, 2),)
     assert load_trace(str(path)).source == str(path)
     path.write_bytes(f"{HEADER}\n{AT},3,2".encode("utf-16"))
-    for bad in (path, tmp_path, tmp_path / "none.csv"):
-        with pytest.raises(InputError, match="can't be read as text"):
+    for bad, why in ((path, " as text: "), (tmp_path, ": Is a directory$"), (tmp_path / "none.csv", ": No such file")):
+        with pytest.raises(InputError, match=f"can't be read{why}"):
             load_trace(bad)
 
 

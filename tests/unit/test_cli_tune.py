@@ -397,10 +397,9 @@ def test_results_that_are_refused(change: Any, error: str) -> None:
 
 
 def test_a_file_that_is_no_json(tmp_path: Path) -> None:
-    for name in ("absent.json", "broken.json"):
-        if name == "broken.json":
-            (tmp_path / name).write_text("{")
-        with pytest.raises(InputError, match="can't be read as JSON"):
+    (tmp_path / "broken.json").write_text("{")
+    for name, why in (("absent.json", ": No such file or directory$"), ("broken.json", " as JSON: ")):
+        with pytest.raises(InputError, match=f"can't be read{why}"):
             load_results(str(tmp_path / name))
 
 
@@ -436,6 +435,17 @@ def test_options(bench_file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     for incumbent in ([], ["--incumbent", "plain.toml"]):
         assert cli.main(["tune", bench_file, "--out", "x.toml", *incumbent]) == 0
         assert load_windows("x.toml").measured["incumbent"].endswith("plain.toml")
+
+
+def test_a_table_that_is_there_is_not_replaced_in_silence(bench_file: str, tmp_path: Path, capsys: Any) -> None:
+    out = str(tmp_path / "mine.toml")
+    for replaced in (False, True):
+        assert cli.main(["tune", bench_file, "--out", out]) == 0
+        assert (f"{out} was there, and is replaced" in capsys.readouterr().out) is replaced
+    before = Path(bench_file).read_text()
+    assert cli.main(["tune", bench_file, "--out", bench_file]) == 2
+    assert "which holds the measured times" in capsys.readouterr().err
+    assert Path(bench_file).read_text() == before
 
 
 def test_a_run_that_failed_is_not_tuned_from(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -483,9 +493,19 @@ def test_replay_estimates_from_the_table(bench_file: str, tmp_path: Path, capsys
     assert shown["total"]["tail_seconds"] == pytest.approx(2 * 7 * 9e-6 + 7 * 30e-6 * 300**0.5, rel=1e-4)
     assert cli.main(arguments) == 0
     assert "tails, est." in capsys.readouterr().out
+    assert shown["total"]["unmeasured"] == 0
+    assert "the windows were measured with 2 ranks, and --ranks is 8" in shown["notes"]
     trace.write_text(trace.read_text().replace("300", "600"))
-    assert cli.main([*arguments, "--json"]) == 0
-    assert any("1 forwards have more or fewer tokens" in note for note in json.loads(capsys.readouterr().out)["notes"])
+    assert cli.main([*arguments, "--json", "--ranks", "2"]) == 0
+    shown = json.loads(capsys.readouterr().out)
+    assert any("1 forwards have more or fewer tokens" in note for note in shown["notes"])
+    assert not any("ranks" in note for note in shown["notes"])
+    # Nothing is guessed beyond what was measured.
+    assert (shown["total"]["tail_seconds"], shown["total"]["unmeasured"]) == (None, 1)
+    assert (shown["tiers"]["FUSED_LANE_AR"]["tail_seconds"], shown["tiers"]["FUSED_LANE_AR"]["unmeasured"]) == (None, 1)
+    assert shown["tiers"]["TAIL_FUSION"]["tail_seconds"] == pytest.approx(2 * 7 * 9e-6)
+    assert cli.main([*arguments[:4], "--layers", "7"]) == 0
+    assert "the windows are of the family host, and the tiers those of GPUs" in capsys.readouterr().out
     out.write_text(out.read_text().replace("[timings.FUSED_LANE_AR]", "[timings.MULTIMEM_AR]"))
     assert cli.main([*arguments, "--json"]) == 0
     shown = json.loads(capsys.readouterr().out)

@@ -231,6 +231,18 @@ def test_far_too_many_values_still_fit_and_name_the_group() -> None:
     assert "spec" in disagreement(decision, payloads)
 
 
+def test_values_that_can_not_be_shown_are_escaped() -> None:
+    values = ("one\ntwo\x1b[31m", "a" + chr(0xDCFF))
+    ranks = [healthy(fields={**healthy().fields, "spec": {"a": value}}) for value in values]
+    decision = decide(reduced(ranks), 2)
+    text = disagreement(decision, [one.text(decision.mismatched) for one in ranks])
+    assert text.splitlines()[1:] == ["spec.a differs: one\\ntwo\\x1b[31m on rank 0; a\\udcff on rank 1"]
+    text.encode()
+    ranks = [healthy(failure="first\nsecond " + chr(0xD800)), healthy()]
+    text = disagreement(decide(reduced(ranks), 2), [one.text(()) for one in ranks])
+    assert text.endswith("rank 0 can't take part: first\nsecond \\ud800")
+
+
 def test_a_long_or_strange_failure_fits() -> None:
     for failure in ("x" * 100_000, "\N{GREEK SMALL LETTER PI}" * 50_000, "\x00\n" * 9_000):
         ranks = [healthy(failure=failure), healthy()]

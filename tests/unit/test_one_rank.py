@@ -10,6 +10,7 @@ import k3comm
 from k3comm import Communicator, LatentMoESpec, MoETailOp, Settings, Tier, TopKPackOp
 from k3comm.kernels import reference
 from k3comm.negotiate.probe import detect_host, probe
+from k3comm.tiers import Agreement
 
 SPEC = LatentMoESpec(hidden_size=24, latent_size=8, top_k=2, dtype="bfloat16")
 W = torch.zeros(24, 8, dtype=torch.bfloat16)
@@ -94,7 +95,7 @@ def test_negotiate_reads_a_windows_file(tmp_path) -> None:
     assert comm.settings.poll_deadline == 5
     assert comm.settings.sources["poll_deadline"] == str(path)
     assert f"poll_deadline=5.0 ({path})" in str(comm.report)
-    with pytest.raises(k3comm.WindowsError, match="can't be read as TOML"):
+    with pytest.raises(k3comm.WindowsError, match="can't be read: No such file"):
         Communicator.negotiate(SPEC, settings=Settings(windows=tmp_path / "absent.toml"))
 
 
@@ -340,3 +341,25 @@ def test_a_device_that_is_not_here(comm: Communicator) -> None:
         Communicator.negotiate(SPEC, device="cuda:999")
     with pytest.raises(k3comm.InputError, match=re.escape("exchange: 5 given; accepted is a k3comm.Exchange")):
         Communicator.negotiate(SPEC, exchange=5)
+
+
+def test_handles_and_agreements_say_what_they_are(comm: Communicator) -> None:
+    tail = comm.moe_tail(layer_index=3, up_weight=W, precise=True)
+    assert repr(tail) == "MoETail(layer_index=3, up='whole', precise=True)"
+    assert repr(comm.agreement) == "Agreement(SEPARATE_REDUCE: any)"
+    limited = Agreement.of([Tier.FUSED_LANE_AR, Tier.SEPARATE_REDUCE], {Tier.FUSED_LANE_AR: 64})
+    assert repr(limited) == "Agreement(FUSED_LANE_AR: 64, SEPARATE_REDUCE: any)"
+
+
+@pytest.mark.parametrize("kind", [k3comm.PeerTimeoutError, k3comm.CommunicationTimeoutError])
+def test_a_time_out_says_how_to_find_calls_that_differ(
+    comm: Communicator, tail: k3comm.MoETail, monkeypatch: pytest.MonkeyPatch, kind: type[Exception]
+) -> None:
+    def run(call: object) -> None:
+        raise kind("late")
+
+    monkeypatch.setattr(comm._tier(Tier.SEPARATE_REDUCE), "run", run)
+    with pytest.raises(kind) as caught:
+        tail(rows(2, 8), rows(2, 24))
+    assert str(caught.value) == "late"
+    assert "K3COMM_CHECK_UNIFORM=1" in caught.value.__notes__[0]

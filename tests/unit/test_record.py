@@ -2,6 +2,7 @@
 
 import json
 import logging
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -14,7 +15,7 @@ import k3comm
 from k3comm import Communicator, InputError, LatentMoESpec, Settings, SettingsError, Tier, cli
 from k3comm.cli.report import compare
 from k3comm.negotiate.report import announce
-from k3comm.record import CLOSED, MAGIC, CallRecord, Record, Recorder, check_folder, parse_call, records_in
+from k3comm.record import CLOSED, MAGIC, MAX_LINE, CallRecord, Record, Recorder, check_folder, parse_call, records_in
 from k3comm.testing import run_ranks
 
 SPEC = LatentMoESpec(hidden_size=24, latent_size=8, top_k=2, dtype="float32")
@@ -31,8 +32,6 @@ LINE = (
 
 @pytest.fixture(autouse=True)
 def _no_settings_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
-    import os
-
     for name in [name for name in os.environ if name.startswith("K3COMM_")]:
         monkeypatch.delenv(name)
 
@@ -226,10 +225,69 @@ def test_communicators_are_kept_apart_and_absent_ranks_told(tmp_path: Path, caps
         written(tmp_path, rank, [changed(layer=1)], name="base", group="0 1 5")
         written(tmp_path, rank, [changed(layer=2)], name="draft", group="0 1")
     assert report(capsys, tmp_path) == (
-        0,
-        "base, ranks 0 and 1: 1 calls, the same on all\n  no file of rank 5\n"
+        3,
+        "base, ranks 0 and 1: 1 calls, the same on these, and not known of the others\n  MISSING: no record of rank 5\n"
         "draft, ranks 0 and 1: 1 calls, the same on all\n",
     )
+
+
+def test_a_rank_that_was_ended_before_its_header_is_absent(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for rank in (0, 1):
+        written(tmp_path, rank, [changed(num_tokens=4)])
+    (tmp_path / "base.rank2.log").write_text("")
+    code, text = report(capsys, tmp_path)
+    assert code == 3
+    assert text.splitlines()[1:] == [
+        "  MISSING: no record of rank 2",
+        f"{tmp_path / 'base.rank2.log'}: empty: rank 2 was ended before it had written its header",
+    ]
+    (tmp_path / "base.rank1.log").write_text((tmp_path / "base.rank1.log").read_text().replace("=4", "=5"))
+    assert report(capsys, tmp_path)[0] == 1, "the others are compared, and a difference is the worse finding"
+
+
+@pytest.mark.parametrize("odd", ["garbage two", "", LINE + " call=7", LINE.replace("lane=0", "lane_0")])
+def test_lines_that_are_no_calls_and_differ_are_a_difference(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], odd: str
+) -> None:
+    for rank in range(3):
+        written(tmp_path, rank, [odd if rank == 1 else LINE if "call" in odd else "garbage one"])
+    code, text = report(capsys, tmp_path)
+    assert code == 1
+    assert "the same on all" not in text
+
+
+def test_names_that_nobody_gave_are_matched_by_order(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    written(tmp_path, 0, [changed()], name="k3comm-0", group="0")
+    for count, tokens in ((0, 4), (1, 5), (10, 6)):
+        written(tmp_path, 0, [changed(num_tokens=tokens)], name=f"k3comm-{count + 1}", group="0 1")
+        written(tmp_path, 1, [changed(num_tokens=tokens)], name=f"k3comm-{count}", group="0 1")
+    code, text = report(capsys, tmp_path)
+    assert code == 0, text
+    assert [line.partition(":")[0] for line in text.splitlines()] == [
+        "k3comm-0, rank 0",
+        "k3comm-1, k3comm-0, ranks 0 and 1",
+        "k3comm-11, k3comm-10, ranks 0 and 1",
+        "k3comm-2, k3comm-1, ranks 0 and 1",
+    ]
+
+
+def test_a_header_of_other_digits_is_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for rank in (0, 1):
+        written(tmp_path, rank, [changed()], group="0 1 ²")
+    assert report(capsys, tmp_path)[0] == 0
+
+
+@pytest.mark.parametrize("name", [chr(0xDCFF), "a" + chr(0xD800), "a\nb", "x" * 300])
+def test_any_name_is_recorded_or_said_not_to_be(
+    tmp_path: Path, name: str, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recorder = Recorder(tmp_path, name, 0, {"communicator": name, "group": "0"})
+    recorder.write(LINE)
+    recorder.close()
+    if len(name) > 255:
+        assert "File name too long" in caplog.text
+    else:
+        assert report(capsys, tmp_path)[0] == 0
 
 
 def test_headers_that_differ(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -256,7 +314,14 @@ def test_what_is_no_record_is_refused(tmp_path: Path, capsys: pytest.CaptureFixt
     (tmp_path / "y.log").write_text("hello\n")
     (tmp_path / "empty").mkdir()
     (tmp_path / "z.rank0.log").write_text("")
+    os.mkfifo(tmp_path / "pipe.rank0.log")
+    (tmp_path / "endless.rank0.log").symlink_to("/dev/zero")
+    (tmp_path / "long.rank0.log").write_text("x" * (MAX_LINE + 1) + "\n")
     for name, expected in (
+        ("pipe.rank0.log", "accepted are regular files"),
+        ("endless.rank0.log", "accepted are regular files"),
+        ("long.rank0.log", f"a line of more than {MAX_LINE} characters"),
+        ("nowhere", "can't be read: No such file or directory"),
         ("x.rank0.log", "line 1: 'hello'; accepted is '# k3comm record 1'"),
         ("y.log", "accepted are a recorder's files, which end in .rank<number>.log"),
         ("z.rank0.log", "this one has no header"),
@@ -274,7 +339,7 @@ def test_what_is_no_record_is_refused(tmp_path: Path, capsys: pytest.CaptureFixt
 
 
 def test_the_report_loads_no_torch(tmp_path: Path) -> None:
-    written(tmp_path, 0, [changed()])
+    written(tmp_path, 0, [changed()], group="0")
     program = f"""
 import sys
 from k3comm.cli import main

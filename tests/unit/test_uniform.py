@@ -1,14 +1,18 @@
 """`check_uniform`: a call that differs between ranks raises on all of them, names who and what, and hurts nobody."""
 
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
+import attrs
 import pytest
 import torch
 import torch.distributed as dist
 
 import k3comm
 from k3comm import Communicator, DivergenceError, LatentMoESpec, Settings, Tier
-from k3comm.record import COMPARED, CallRecord
+from k3comm.record import CLOSED, COMPARED, CallRecord, Record, Recorder, parse_call
 from k3comm.testing import assert_identical, run_ranks, thread_exchanges
 from k3comm.uniform import CallObserver, check_equal, differences, odd_ranks
 
@@ -28,8 +32,6 @@ def call_record(**changes: object) -> CallRecord:
 
 
 def as_fields(*calls: CallRecord) -> dict[int, dict[str, str]]:
-    from k3comm.record import parse_call
-
     return {rank: parse_call(call.line()) for rank, call in enumerate(calls)}
 
 
@@ -60,8 +62,6 @@ def test_the_way_to_a_tier_does_not_count() -> None:
 
 def in_step(calls: list[CallRecord]) -> list[str]:
     """What each rank of a group of threads raises for its call."""
-    from concurrent.futures import ThreadPoolExecutor
-
     exchanges = thread_exchanges(len(calls))
 
     def one(rank: int) -> str:
@@ -85,14 +85,35 @@ def test_a_call_that_is_captured_is_not_compared() -> None:
 
         gather = min
 
-    import attrs
-
     fields = attrs.asdict(call_record(capture=True))
     del fields["call"]
     observer = CallObserver("base", None, Refusing())  # type: ignore[arg-type]
     observer(**fields)
     with pytest.raises(AssertionError, match="compared"):
         observer(**{**fields, "capture": False})
+
+
+def test_calls_of_several_threads_take_turns(tmp_path: Path) -> None:
+    inside = threading.Lock()
+
+    class OneAtATime:
+        rank, size = 0, 2
+
+        def min(self, values: list[int]) -> list[int]:
+            assert inside.acquire(blocking=False), "two comparisons at once"
+            time.sleep(0.002)
+            inside.release()
+            return list(values)
+
+    fields = attrs.asdict(call_record())
+    del fields["call"]
+    recorder = Recorder(tmp_path, "base", 0, {"communicator": "base"})
+    observer = CallObserver("base", recorder, OneAtATime())  # type: ignore[arg-type]
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(lambda _: observer(**fields), range(64)))
+    observer.close()
+    numbers = [parse_call(line).get("call") for line in Record.of(recorder.path).lines() if line != CLOSED]
+    assert numbers == [str(number) for number in range(64)]
 
 
 # Over a real group: every rank raises the same, nobody waits, and the next call is right
