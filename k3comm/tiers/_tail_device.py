@@ -5,9 +5,10 @@ the cache) and loaded, the mailboxes are emptied and the counters set to zero. A
 launches, and nothing in it is compiled, allocated for good or waited for, so it may be captured. The counters are on
 the device: replays of graphs, and eager calls between them, are one sequence.
 
-**One kernel a call** (`FORM`). In a chain with programmatic dependent launch one kernel and two take about as long; a
-call that stands alone is faster in one, and there are half as many variants to compile. Both give the same bits, so the
-choice is no business of a layer's, and it stands here, the same for every rank.
+**Two kernels a call** (`FORM`): exchange and projection, then the finish. In a chain with programmatic dependent launch
+the next layer's weights start to load as soon as the first has left (docs/performance.md: about 1 us a call over one
+kernel for all); a call that stands alone would be faster in one. Both give the same bits, so the choice is no business
+of a layer's, and it stands here, the same for every rank.
 
 **Multicast or peers** is this rank's own choice: words arrive the same either way, so ranks that chose differently
 would still agree. Multicast is taken where torch's memory has the address and the facts leave it be. This project has
@@ -38,7 +39,7 @@ from k3comm.kernels.tail_fusion import Expired, Form, Geometry, LaneAddresses, T
 from k3comm.tiers.device import multicast_verdict
 from k3comm.tiers.interface import TailCall, TierContext
 
-FORM: Final = Form.WHOLE
+FORM: Final = Form.SPLIT
 """Of every call; the module's docstring says why."""
 
 WEIGHT_DTYPES: Final = (torch.bfloat16, torch.float32)

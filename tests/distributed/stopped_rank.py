@@ -5,6 +5,7 @@ Not a rank of the test's own session: the wait that expires ends the CUDA contex
     python stopped_rank.py RANK STORE_FILE DEVICE SHARED
 """
 
+import faulthandler
 import json
 import os
 import sys
@@ -22,6 +23,7 @@ HIDDEN, LATENT, LAYER, DEADLINE = 1024, 512, 7, 2.0
 
 
 def main() -> None:
+    faulthandler.dump_traceback_later(45)  # the caller waits 50 s, and shows what is on stderr
     rank, path, device, shared = int(sys.argv[1]), sys.argv[2], int(sys.argv[3]), sys.argv[4] == "1"
     torch.cuda.set_device(device)
     store = dist.FileStore(path, 2)

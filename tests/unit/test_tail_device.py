@@ -560,7 +560,8 @@ def test_it_checks_itself_and_finds_a_wrong_sum(room: Room, monkeypatch: pytest.
         return found, launched, bool(check_sums(rank.tier, rank.context, 3, ordered=True))
 
     kinds = len(CHECKED_ROWS) * (1 + len(WEIGHT_DTYPES))
-    launched = LANES * (kinds + len(CHECKED_ROWS))  # and the next norms
+    each = 2 if FORM is Form.SPLIT else 1
+    launched = LANES * (kinds * each + len(CHECKED_ROWS))  # and the next norms
     assert on_ranks(rank_of) == [(True, launched, False)] * WORLD
 
 
