@@ -9,8 +9,9 @@ with comm.step(graph=False, decode=True):                 # once a forward
 
 from __future__ import annotations
 
-import itertools
+from collections import Counter
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import partial
 
 import attrs
@@ -36,7 +37,8 @@ from k3comm.settings import Settings, vote_deadline
 from k3comm.spec import LatentMoESpec, ParallelLayout
 from k3comm.tiers.interface import Project, TierContext
 
-_names = itertools.count()
+_opened: Counter[str] = Counter()
+"""Communicators without a name by the name of their group, in which all its ranks make them in one order."""
 
 
 class Communicator(Session):
@@ -71,14 +73,16 @@ class Communicator(Session):
             operations: what will be asked for.
             lanes: micro-batches in flight.
             device: where tensors live; by default the current CUDA device if the group has NCCL, else the CPU.
-            name: of the communicator; by default a counter in creation order.
+            name: of the communicator; by default "k3comm-<n>", counted by group in creation order, with the group's
+                name before the number where it is not the default group: the same on all its ranks, at every start.
             exchange: how to vote, for engines whose control plane is not torch's; by default the group.
             store: a torch.distributed.Store that all these ranks share, by which they learn who is missing and end
                 alike; by default the exchange's, or without an exchange the group's.
 
         Raises:
             InputError: at once, on this process alone: not a member, no group for several ranks, too many ranks.
-            NegotiationError: on every rank, with the same text: the ranks differ, or one can't take part.
+            NegotiationError: on every rank, with the same text: the ranks differ, one can't take part, or some are in
+                another collective method; the group can be used again.
             CommunicationTimeoutError: on every rank, with the same text: a stage did not finish within
                 `settings.vote_deadline`, `rendezvous_deadline` or `poll_deadline`, a rank is gone, or one left with an
                 error of its own. It names the rank and the stage. The group can't be used again.
@@ -109,12 +113,23 @@ class Communicator(Session):
 
         limit = Limit(vote_deadline(settings), "settings.vote_deadline")
         inner: Exchange = SoloExchange()
+        home: Store | None = None
         if exchange is not None:
             inner, store = exchange, store or exchange.store
         elif vote_group is not None and world_size > 1:
-            inner, store = GroupExchange(vote_group, limit.seconds), store or store_of(vote_group)
+            home = store_of(vote_group if group is None else group)
+            inner, store = GroupExchange(vote_group, limit.seconds), store or home
         groups = [one for one in (group, vote_group) if one is not None]
-        watched = WatchedExchange(inner, store, groups=groups, limit=limit)
+        own_votes = vote_group is None or vote_group is group
+        watched = WatchedExchange(
+            inner,
+            store,
+            groups=groups,
+            limit=limit,
+            home=home,
+            votes="none that votes" if own_votes or vote_group is None else f"group {vote_group.group_name}",
+            given="none" if store is home else "one of the caller's",
+        )
         local: Local | None = None
         comm: Communicator | None = None
         try:
@@ -158,14 +173,15 @@ class Communicator(Session):
                 )
                 decision = decision.armed(armed.failures)
                 check_force(agreed, decision)
-                comm = cls(local, decision, armed, voted, context, name or f"k3comm-{next(_names)}")
+                comm = cls(local, decision, armed, voted, context, name or _next_name(group))
         except BaseException:
             if local is not None:
                 local.release()
             if comm is not None:  # made, and then not committed
                 comm.closed = True
             raise
-        announce(comm.report)
+        with suppress(Exception):  # an engine's log handler; the others have the communicator
+            announce(comm.report)
         return comm
 
     def moe_tail(
@@ -239,7 +255,11 @@ def _check_group(group: dist.ProcessGroup | None, exchange: Exchange | None, sto
         if group is dist.GroupMember.NON_GROUP_MEMBER:
             raise InputError("group: this process is not a member of it; accepted are groups that it belongs to")
         raise InputError(f"group: {group!r} given; accepted is a torch.distributed.ProcessGroup")
-    if dist.get_rank(group) < 0:
+    try:
+        rank = dist.get_rank(group)
+    except (ValueError, RuntimeError) as error:
+        raise InputError("group: it is destroyed; accepted are groups that torch.distributed knows") from error
+    if rank < 0:
         raise InputError("group: this process is not a member of it; accepted are groups that it belongs to")
     if exchange is not None and (exchange.rank, exchange.size) != (dist.get_rank(group), dist.get_world_size(group)):
         raise InputError(
@@ -256,9 +276,17 @@ def _vote_group(
     if cpu_group is None:
         return group, ""
     ranks = dist.get_process_group_ranks
-    if group is not None and isinstance(cpu_group, dist.ProcessGroup) and ranks(cpu_group) == ranks(group):
-        return cpu_group, ""
+    with suppress(KeyError, ValueError, RuntimeError):  # destroyed
+        if group is not None and isinstance(cpu_group, dist.ProcessGroup) and ranks(cpu_group) == ranks(group):
+            return cpu_group, ""
     return group, f"cpu_group: {cpu_group!r} given; accepted is a group of the same ranks in the same order"
+
+
+def _next_name(group: dist.ProcessGroup | None) -> str:
+    """The default name of a communicator."""
+    key = "" if group is None or group is dist.group.WORLD else f"{group.group_name}-"
+    _opened[key] += 1
+    return f"k3comm-{key}{_opened[key] - 1}"
 
 
 def _connect(group: dist.ProcessGroup | None, place: torch.device, world_size: int) -> None:

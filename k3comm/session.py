@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 import sys
 import time
 import warnings
@@ -72,7 +73,7 @@ class Session:
     """An agreement at work. `Communicator` is the one that engines make; its handles see this much of it.
 
     Attributes:
-        name: unique in this process, the same at every start of the same program.
+        name: unique in this process, the same on all ranks, and at every start of the same program.
         spec, settings: what was negotiated.
         rank, world_size: place in the group, and its size W.
         device, dtype: of the tensors that the handles take.
@@ -124,6 +125,7 @@ class Session:
         self._exchange = exchange
         self._contexts = armed.contexts
         self._group = context.group
+        self._process = os.getpid()
         group = "" if context.group is None else context.group.group_name
         self._farewell = f"k3comm/close/{group}/{_opened[group]}"
         _opened[group] += 1
@@ -184,8 +186,8 @@ class Session:
 
         Raises:
             InputError: not a whole number from 1. CaptureError: a graph is being captured.
-            NegotiationError: on every rank alike, ranks ask for different numbers, or one has no memory; then all is as
-                before.
+            NegotiationError: on every rank alike, ranks ask for different numbers, one has no memory, or some are in
+                another collective method; then all is as before.
             CommunicationTimeoutError: a rank did not come; the communicator can't go on.
         """
         self._check_open()
@@ -193,7 +195,7 @@ class Session:
             raise InputError(f"max_tokens: {max_tokens!r} given; accepted are whole numbers from 1 to {UNLIMITED}")
         capacities = dict(self.agreement.capacities)
         try:
-            with self._exchange.together("reserve"):
+            with self._exchange.together("reserve", self.name):
                 least, negated = self._exchange.at("the number of rows").min([max_tokens, -max_tokens])
                 if least != -negated:
                     raise NegotiationError(
@@ -282,7 +284,7 @@ class Session:
         self._check_alive()
         self._check_no_capture("resume")
         try:
-            rearm(self._tiers, self._contexts, self._exchange, suspended=self.suspended)
+            rearm(self._tiers, self._contexts, self._exchange, suspended=self.suspended, name=self.name)
         except NegotiationError:
             raise
         except BaseException as error:  # half-way: what peers did then is not known
@@ -296,7 +298,7 @@ class Session:
         Collective in so far as it waits for the other ranks to close too, a second at most, so that nobody still uses
         this rank's memory; then lets go of everything whatever they do. Without waiting where the group is destroyed,
         a call has failed, or the exchange has no store. No group's collective is involved, and a peer that is gone is
-        no error. No graph that uses the communicator may run any more.
+        no error. No graph that uses the communicator may run any more. In a forked child it is local.
         """
         if self.closed:
             return
@@ -307,7 +309,8 @@ class Session:
             mine = None if self.streams is None else self.streams.stream
             _wait_idle([torch.cuda.current_stream(self.device), *filter(None, [mine])], CLOSE_SECONDS)
         store = self._exchange.store
-        if store is not None and self.world_size > 1 and not self.broken and _is_registered(self._group):
+        is_rank = os.getpid() == self._process  # a forked child must not speak for its parent
+        if is_rank and store is not None and self.world_size > 1 and not self.broken and _is_registered(self._group):
             part(store, self._farewell, self.world_size)
         with ExitStack() as stack:  # all of it, also after an error; last in, first out
             if self._observer is not None:

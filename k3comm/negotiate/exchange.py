@@ -17,7 +17,7 @@ from torch._C._distributed_c10d import AllgatherOptions, AllreduceOptions, Store
 from k3comm.buffers.symmetric import Exchange
 from k3comm.errors import InputError
 from k3comm.negotiate.decide import MAX_RANKS
-from k3comm.tiers.waiting import POLL, finished
+from k3comm.tiers.waiting import POLL, finished, plain
 
 __all__ = ["Exchange", "GroupExchange", "SoloExchange", "check_size"]
 
@@ -113,7 +113,7 @@ class GroupExchange:
             if wait(start(), self._deadline, self._look):
                 return
         except RuntimeError as error:
-            raise WaitEnded(f"a peer is gone, or its connection is: {error}") from error
+            raise WaitEnded(f"a peer is gone, or its connection is: {plain(error)}") from error
         raise Late(f"it did not finish within {self._deadline:g} s ({self._setting})")
 
 

@@ -7,6 +7,8 @@ import threading
 import time
 from typing import Protocol
 
+from k3comm.negotiate.threads import start_thread
+
 LIMIT = 1.0
 """Seconds that a rank waits for the others to close too."""
 
@@ -46,9 +48,8 @@ def part(store: Counting, key: str, size: int, seconds: float | None = None) -> 
                 met.set()
 
     # In a thread of its own: a store whose host has stopped keeps a call for minutes, and no call takes a deadline.
-    waiter = threading.Thread(target=meet, daemon=True, name=f"k3comm farewell {key}")
     try:
-        waiter.start()
+        waiter = start_thread(f"k3comm farewell {key}", meet)
     except RuntimeError:  # the interpreter is ending
         return False
     waiter.join(seconds)

@@ -20,6 +20,7 @@ def rearm(
     exchange: WatchedExchange,
     *,
     suspended: bool,
+    name: str,
 ) -> None:
     """Re-arms prepared tiers, in a round of its own. Collective.
 
@@ -30,13 +31,13 @@ def rearm(
         tiers: the same on every rank.
         contexts: what each was prepared with.
         exchange: the group.
-        suspended: whether this rank is.
+        suspended: whether this rank is. name: the communicator's.
 
     Raises:
         NegotiationError: on every rank alike: who can't do what, and why.
         CommunicationTimeoutError: on every rank alike, a rank is missing.
     """
-    with exchange.together("resume"):
+    with exchange.together("resume", name):
         _agree(
             exchange.at("the vote on who is suspended"),
             "" if suspended else "is not suspended; accepted is resume() after suspend() on every rank",

@@ -3,6 +3,7 @@
 A collective that times out names nobody, and the late rank's own collective may still succeed afterwards. So what
 counts is not what a collective returned but what one key of the store holds, the *verdict* of the round:
 
+    is/<rank>      what a rank is in, which group carries its votes, and whether it was given a store
     at/<rank>      the number of the stage that a rank has come to; written before it enters the stage's collective
     claim          somebody gives up: whoever sees it says "alive" and waits for the verdict. Every rank looks at it
                    before it enters a collective and, over a process group, every POLL seconds while it waits inside
@@ -10,7 +11,15 @@ counts is not what a collective returned but what one key of the store holds, th
     raised/<rank>  why a rank raised in a stage where its peers may wait for it
     done           how many ranks came through the last collective
     failed         after the round: somebody's collective in a forward failed; failed/<rank> is the answer
+    read/<rank>    after a verdict that is a text: the rank has it. gone: the ranks that are not expected to
     verdict        "commit", or the text with which every rank raises; only ever written by compare_set, from empty
+
+Ranks may be in different rounds of one group: one in `reserve`, the others in `negotiate`. Gloo ends the process where
+lengths differ, so a round's first collective is the same in all of them: two numbers, of what `is` says. Where they
+differ, all ranks have come through it, so nothing is out of step and every rank raises NegotiationError; but for a rank
+that is in no round, in a `check_uniform`: then the group is lost, as after a deadline. With another
+vote group no collective meets; whoever waits sees that in the store. `is` and the numbers of the rounds are always in
+the group's own store, also where the rest is in the caller's.
 
 A round (one negotiation, one `reserve`) ends by arbitration: the rank that completes `done` tries to write "commit"; a
 rank that gives up, in whatever stage, tries to write its text. The first wins, and every rank obeys what is there. So
@@ -21,13 +30,15 @@ Nobody owns the right to give up, so nobody's death can leave the others waiting
 come to its stage (on a time-out: those are late), says `claim`, then waits up to ANSWER seconds for the others'
 `alive`: a rank that came and does not answer was killed, or is stopped.
 
+A rank that raises stays until the others have read why, LINGER seconds at most: it may host the store.
+
 Rounds are numbered in the store, each rank counting its own, so a group that is made anew over the same store meets no
 key of an earlier one. A group whose round ended in a text is out of step: its collectives no longer pair. Each later
 round on it raises at once with the old reason.
 
 The store is asked from a thread of its own, with a limit: a client waits for ever for a host that is stopped. What it
-costs when all is well: at each stage one `set` and one `check`; a round takes an `add` at its start and at its end, and
-the verdict is polled.
+costs when all is well: at each stage one `set` and one `check`; a round takes an `add` and a `set` at its start, one
+collective more, and an `add` at its end, and the verdict is polled.
 
 Decided against: one claimant chosen by compare_set (its death needs a second protocol, and a few lookups by every rank
 cost nothing); a key a stage (one that counts says the same); `Store.wait` (its time-out can't be cut short when the
@@ -37,13 +48,14 @@ milliseconds otherwise: torch 2.13, three ranks under torchrun).
 
 from __future__ import annotations
 
+import json
 import queue
-import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from functools import partial
 from typing import Any, NoReturn, TypeVar
 
 import torch.distributed as dist
@@ -51,8 +63,9 @@ from torch._C._distributed_c10d import Store
 
 from k3comm.buffers.symmetric import Limit, describe
 from k3comm.errors import CommunicationTimeoutError, NegotiationError, PeerTimeoutError
-from k3comm.negotiate.decide import name_ranks
+from k3comm.negotiate.decide import digest, name_ranks
 from k3comm.negotiate.exchange import Exchange, GroupExchange, Late, WaitEnded
+from k3comm.negotiate.threads import start_thread
 from k3comm.tiers.waiting import POLL, WaitingEndedError
 
 T = TypeVar("T")
@@ -63,6 +76,12 @@ ANSWER = 1.0
 STORE_ANSWER = 5.0
 """Seconds after which a store that does not answer is taken for lost."""
 
+LINGER = 1.0
+"""Seconds that a rank stays for the others to read why a round ended."""
+
+DIFFER = "differ: "
+"""Begins a verdict after which all ranks are in step still."""
+
 COMMIT = "commit"
 TEXT_CHARACTERS = 4096
 """Of the text of a verdict; the rest is cut off."""
@@ -71,7 +90,15 @@ _ended: weakref.WeakKeyDictionary[dist.ProcessGroup, str] = weakref.WeakKeyDicti
 
 
 class StoreLostError(Exception):
-    """The store does not answer, or its host is gone."""
+    """The store does not answer, or its host is gone.
+
+    Args:
+        stopped: this process was itself held up meanwhile, so it says nothing about the host.
+    """
+
+    def __init__(self, text: str, stopped: bool = False) -> None:
+        super().__init__(text)
+        self.stopped = stopped
 
 
 def store_of(group: dist.ProcessGroup) -> Store:
@@ -90,7 +117,7 @@ class _Clerk:
         self._jobs: queue.SimpleQueue[tuple[Callable[[Store], Any], Future[Any]] | None] = queue.SimpleQueue()
         self.lost = False
         # A daemon: one that waits for a host that is stopped must not keep the process from its end.
-        threading.Thread(target=self._work, args=(store, self._jobs), name="k3comm-store", daemon=True).start()
+        start_thread("k3comm-store", partial(self._work, store, self._jobs), self.dismiss)
 
     def ask(self, question: Callable[[Store], T]) -> T:
         """The answer to a question. StoreLostError if there is none, now or before."""
@@ -98,11 +125,22 @@ class _Clerk:
             raise StoreLostError("it did not answer before")
         answer: Future[T] = Future()
         self._jobs.put((question, answer))
+        asked = time.monotonic()
         try:
-            return answer.result(STORE_ANSWER)
+            try:
+                return answer.result(STORE_ANSWER)
+            except TimeoutError:
+                if not self._was_stopped(asked):
+                    raise
+                return answer.result(STORE_ANSWER)  # the host is asked only now
         except Exception as error:  # a store's own errors are of many kinds, and a time-out is one more
             self.lost = True
-            raise StoreLostError(describe(error)) from error
+            raise StoreLostError(describe(error), self._was_stopped(asked)) from error
+
+    @staticmethod
+    def _was_stopped(asked: float) -> bool:
+        """Whether an answer takes so long that this process itself did not run meanwhile."""
+        return time.monotonic() - asked > 2 * STORE_ANSWER
 
     def dismiss(self) -> None:
         self._jobs.put(None)
@@ -126,6 +164,9 @@ class WatchedExchange:
             ends by its own deadline, and in a self-check the tier decides.
         store: None, or W = 1: the inner exchange's own deadlines are all there is, and its errors name nobody.
         groups: those whose collectives get out of step if a round ends before its time.
+        home: the group's own store; by default `store`.
+        votes, given: which group carries the votes, and whether the caller gave `store`, in words for errors. The
+            ranks' have to agree.
         limit: of a stage where `at` says nothing else.
 
     Attributes:
@@ -139,11 +180,14 @@ class WatchedExchange:
         *,
         groups: Sequence[dist.ProcessGroup] = (),
         limit: Limit,
+        home: Store | None = None,
+        votes: str = "none",
+        given: str = "none",
     ) -> None:
         self.rank, self.size = inner.rank, inner.size
         self.store = store if inner.size > 1 else None
         self._inner = inner
-        self._round = _Round(self.rank, self.size, self.store, groups)
+        self._round = _Round(self.rank, self.size, self.store, groups, home, {"cpu_group": votes, "store": given})
         self._name, self._seconds, self._setting = "a vote", limit.seconds, limit.setting
 
     def at(self, name: str, limit: Limit | None = None) -> WatchedExchange:
@@ -204,6 +248,7 @@ class WatchedExchange:
         if meet:
             current.meet()
         try:
+            self._open()
             result = collective()
         except ClaimedError:
             current.obey()
@@ -211,6 +256,15 @@ class WatchedExchange:
             current.give_up(error)
         moment("after", name, self.rank)
         return result
+
+    def _open(self) -> None:
+        """Before the first collective of a round: whether all ranks are in the same one."""
+        current, inner = self._round, self._inner
+        if current.opens and isinstance(inner, GroupExchange):
+            number = current.number
+            bounded = inner.within(self._seconds, self._setting, current.look_for_votes)
+            least, negated = bounded.min([number, -number])
+            current.opened(least == -negated)
 
     def raised(self, error: Exception, seconds: float) -> None:
         """Says that this rank raised in the present stage, and waits until no peer can be waiting for it there.
@@ -236,17 +290,20 @@ class WatchedExchange:
         return self._round.roll_call()
 
     @contextmanager
-    def together(self, what: str) -> Iterator[WatchedExchange]:
+    def together(self, what: str, of: str = "") -> Iterator[WatchedExchange]:
         """A round. It ends on every rank as `what` did on all of them, or with one text.
+
+        `of` tells rounds of one kind apart: the communicator whose it is.
 
         Without an exception, or with a NegotiationError (which all ranks raise alike), this rank has come through the
         last collective, and the verdict counts. Any other exception of this rank ends the round for all of them.
 
         Raises:
+            NegotiationError: the ranks are in different rounds, or were given different stores; on every rank alike.
             CommunicationTimeoutError: the same text on every rank that has not raised something of its own.
         """
         current = self._round
-        current.begin(what)
+        current.begin(what, of)
         try:
             try:
                 yield self
@@ -265,19 +322,40 @@ class ClaimedError(Exception):
     """Somebody gives up, in a round: nobody but the round catches it."""
 
 
+class _VotesDifferError(Exception):
+    """Ranks vote over different groups."""
+
+
+def _are(ranks: Sequence[int]) -> str:
+    return "is" if len(ranks) == 1 else "are"
+
+
 class _Round:
     """The keys of one round after the other, and what this rank knows of the present one."""
 
-    def __init__(self, rank: int, size: int, store: Store | None, groups: Sequence[dist.ProcessGroup]) -> None:
+    def __init__(
+        self,
+        rank: int,
+        size: int,
+        store: Store | None,
+        groups: Sequence[dist.ProcessGroup],
+        home: Store | None,
+        means: Mapping[str, str],
+    ) -> None:
         self._rank, self._size, self._store, self._groups = rank, size, store, groups
+        self._home = store if home is None else home
+        self._means = means
         self._clerk: _Clerk | None = None
+        self._home_clerk: _Clerk | None = None
+        self._here = ""
+        self.opens = False
         self._base = ""
         self._what = "a vote"
         self._stage, self._number = "its start", 0
         self._seconds, self._bound, self._looks, self._since = 0.0, "", True, 0.0
-        self._error: CommunicationTimeoutError | None = None
+        self._error: CommunicationTimeoutError | NegotiationError | None = None
 
-    def begin(self, what: str) -> None:
+    def begin(self, what: str, of: str = "") -> None:
         for group in self._groups:
             if why := _ended.get(group, ""):
                 raise CommunicationTimeoutError(
@@ -287,16 +365,74 @@ class _Round:
         self._what, self._stage, self._number, self._error = what, "its start", 0, None
         if self._store is None:
             return
-        self._clerk = _Clerk(self._store)
+        self._clerk = self._home_clerk = _Clerk(self._store)
+        if self._home is not None and self._home is not self._store:
+            self._home_clerk = _Clerk(self._home)
         # A store that serves several groups has a place for each.
         place = "/".join(["k3comm", *(group.group_name for group in self._groups[:1])])
-        number = self._ask(lambda store: store.add(f"{place}/rounds/{self._rank}", 1))
-        self._base = f"{place}/{number}"
+        self._here = json.dumps({"operation": f"{what} of {of}" if of else what, **self._means})
+
+        def come(store: Store) -> int:
+            number = store.add(f"{place}/rounds/{self._rank}", 1)
+            store.set(f"{place}/{number}/is/{self._rank}", self._here)
+            return number
+
+        self._base = f"{place}/{self._ask(come, home=True)}"
+        self.opens = True
+
+    @property
+    def number(self) -> int:
+        """Of what this rank is in; equal on all ranks if that is."""
+        return digest(self._here)
+
+    def opened(self, equal: bool) -> None:
+        """All ranks have come, to the same or not."""
+        self.opens = False
+        if not equal:
+            # Whoever is here wrote it before it entered; the others waste no more than this.
+            everybody = self._poll(lambda store: len(self._all_here(store)) == self._size, ANSWER, home=True)
+            text = f"the {self._size} ranks differ: {self._differences()}"
+            # A rank in another collective of two numbers goes on to its next one by itself.
+            self._write(DIFFER + text if everybody else text, None)
+
+    def look_for_votes(self) -> None:
+        """`look` while the first collective waits: with another vote group it would for ever."""
+        self.look()
+        here = self._ask(self._all_here, home=True).values()
+        if len(here) == self._size and len({one["cpu_group"] for one in here}) > 1:
+            raise _VotesDifferError
+
+    def _all_here(self, store: Store) -> dict[int, dict[str, str]]:
+        """What the ranks that have come are in."""
+        keys = {rank: self._key(f"is/{rank}") for rank in range(self._size)}
+        return {rank: json.loads(store.get(key)) for rank, key in keys.items() if store.check([key])}
+
+    def _differences(self) -> str:
+        """In what the ranks that have come differ, in words; "" for nothing."""
+        here, found = self._ask(self._all_here, home=True), []
+        for field in ("operation", *self._means):
+            ranks: dict[str, list[int]] = {}
+            for rank, fields in here.items():
+                ranks.setdefault(fields[field], []).append(rank)
+            if len(ranks) < 2 and (self.opens or field != "operation" or len(here) == self._size):
+                continue
+            if field == "operation":
+                parts = [f"{name_ranks(who)} {_are(who)} in {value}" for value, who in ranks.items()]
+                found.append(f"{', '.join(parts)}; accepted is one operation on every rank")
+            else:
+                values = ", ".join(f"{value} on {name_ranks(who)}" for value, who in ranks.items())
+                found.append(f"{field}: {values}; accepted is the same on every rank")
+        missing = [rank for rank in range(self._size) if rank not in here]
+        if missing and not self.opens:
+            found.append(f"{name_ranks(missing)} {_are(missing)} in a collective outside of these (check_uniform?)")
+        return "; ".join(found)
 
     def close(self) -> None:
-        if self._clerk is not None:
-            self._clerk.dismiss()
-            self._clerk = None
+        for clerk in (self._clerk, self._home_clerk):
+            if clerk is not None:
+                clerk.dismiss()
+        self._clerk = self._home_clerk = None
+        self.opens = False
         self._what = "a vote"
 
     def enter(self, name: str, seconds: float, bound: str, *, looks: bool) -> None:
@@ -360,16 +496,15 @@ class _Round:
             if error is not None:
                 raise error
             return
+        differ = self._differences() if self.opens else ""
+        if isinstance(error, _VotesDifferError):
+            self._claim()
+            self._write(self._text(differ), error)
         late = isinstance(error, Late | PeerTimeoutError | TimeoutError) or (
             isinstance(error, CommunicationTimeoutError) and time.monotonic() > self._since + self._seconds
         )
         absent = self._absent() if late else []
-
-        def claim(store: Store) -> None:
-            store.set(self._key("claim"), "1")
-            store.set(self._key(f"alive/{self._rank}"), "1")
-
-        self._ask(claim)
+        self._claim()
         silent: list[int] = []
 
         def all_answer(store: Store) -> bool:
@@ -381,7 +516,16 @@ class _Round:
         came = self._ask(lambda store: [self._stage_of(store, rank) for rank in range(self._size)])
         never = [rank for rank in silent if came[rank] < number]
         here = [rank for rank in silent if came[rank] == number]  # whoever is further on may wait where it can't look
-        self._write(self._finding(late, absent, never, here, error), error)
+        finding = self._finding(late, absent, never, here, error)
+        finding = f"{finding}; {differ}" if differ else finding
+        self._write(finding, error, gone=[*absent, *silent])
+
+    def _claim(self) -> None:
+        def claim(store: Store) -> None:
+            store.set(self._key("claim"), "1")
+            store.set(self._key(f"alive/{self._rank}"), "1")
+
+        self._ask(claim)
 
     def leave(self, error: BaseException) -> None:
         """An exception of this rank's own ends the round for everybody."""
@@ -506,11 +650,17 @@ class _Round:
         number = self._number
         return self._ask(lambda store: [r for r in range(self._size) if self._stage_of(store, r) < number])
 
-    def _ask(self, question: Callable[[Store], T]) -> T:
-        assert self._clerk is not None
+    def _ask(self, question: Callable[[Store], T], *, home: bool = False) -> T:
+        clerk = self._home_clerk if home else self._clerk
+        assert clerk is not None
         try:
-            return self._clerk.ask(question)
+            return clerk.ask(question)
         except StoreLostError as error:
+            if error.stopped:
+                self._over(
+                    self._text(f"rank {self._rank} was itself stopped, so what the others did meanwhile is not known"),
+                    error,
+                )
             self._over(
                 self._text(
                     "the store that watches over it is lost: the process that hosts it (often rank 0's, or the "
@@ -519,13 +669,14 @@ class _Round:
                 error,
             )
 
-    def _poll(self, question: Callable[[Store], bool], seconds: float) -> bool:
+    def _poll(self, question: Callable[[Store], bool], seconds: float, *, home: bool = False) -> bool:
         """Asks until the answer is yes, at growing intervals; whether it was within so many seconds."""
         limit, pause = time.monotonic() + seconds, 0.0002
-        while not self._ask(question):
+        while not self._ask(question, home=home):
             left = limit - time.monotonic()
             if left <= 0:
-                return self._ask(question)  # this process may have been stopped between its look and the clock
+                # Once more: this process may have been stopped between its look and the clock.
+                return self._ask(question, home=home)
             time.sleep(min(pause, left))
             pause = min(2 * pause, POLL)
         return True
@@ -567,15 +718,41 @@ class _Round:
 
         return self._ask(collect)
 
-    def _write(self, text: str, error: Exception | None) -> None:
-        """Tries to make a text the verdict; takes whatever it is."""
+    def _write(self, text: str, error: Exception | None, gone: Sequence[int] = ()) -> None:
+        """Tries to make a text the verdict; takes whatever it is. `gone`: ranks that won't read it."""
         text = text[:TEXT_CHARACTERS].encode(errors="replace").decode()
-        held = self._ask(lambda store: store.compare_set(self._key("verdict"), "", text).decode())
-        self._take(held, error)
+
+        def write(store: Store) -> str:
+            store.set(self._key("gone"), json.dumps(list(gone)))
+            return store.compare_set(self._key("verdict"), "", text).decode()
+
+        self._take(self._ask(write), error)
 
     def _take(self, verdict: str, cause: Exception | None) -> None:
-        if verdict != COMMIT:
-            self._over(verdict, cause)
+        if verdict == COMMIT:
+            return
+        self._linger()
+        if verdict.startswith(DIFFER):
+            self._error = NegotiationError(verdict.removeprefix(DIFFER))
+            raise self._error from cause
+        self._over(verdict, cause)
+
+    def _linger(self) -> None:
+        """Stays until the others have read the verdict too: this process may host the store."""
+        if self._clerk is None:
+            return
+        limit, pause = time.monotonic() + LINGER, 0.001
+
+        def read(store: Store) -> set[int]:
+            store.set(self._key(f"read/{self._rank}"), "1")
+            return set(json.loads(store.get(self._key("gone"))) if store.check([self._key("gone")]) else ())
+
+        with suppress(StoreLostError):
+            gone = self._clerk.ask(read)
+            keys = [self._key(f"read/{rank}") for rank in range(self._size) if rank not in gone]
+            while not self._clerk.ask(lambda store: bool(store.check(keys))) and time.monotonic() < limit:
+                time.sleep(pause)
+                pause = min(2 * pause, POLL)
 
     def _over(self, text: str, cause: BaseException | None) -> NoReturn:
         self._error = CommunicationTimeoutError(text)

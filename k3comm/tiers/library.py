@@ -5,8 +5,9 @@ Gloo on CPU and NCCL on CUDA run the same code. Inputs may have any layout and a
 
 from __future__ import annotations
 
+import time
 from abc import abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, ClassVar
 
@@ -28,7 +29,7 @@ from k3comm.kernels import dense
 from k3comm.operations import Proposal, TailArguments
 from k3comm.tiers.interface import Plan, TailCall, TailTier, TailWeights, TierContext
 from k3comm.tiers.self_check import check_sums
-from k3comm.tiers.waiting import WaitingEndedError, finished
+from k3comm.tiers.waiting import WaitingEndedError, finished, plain
 
 # torch 2.13 renamed it and warns on every call of the old name.
 _all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -104,7 +105,7 @@ class Collectives:
             PeerTimeoutError: it failed, and the store tells which ranks don't say so too.
             CommunicationTimeoutError: it failed.
         """
-        seconds = self._deadline.total_seconds()
+        seconds, start_time = self._deadline.total_seconds(), time.monotonic()
         failure: Exception | None = None
         try:
             if finished(start(self._context.group), seconds, self._context.look):
@@ -114,16 +115,21 @@ class Collectives:
         except WaitingEndedError as ended:
             failure = ended
         missing = () if self._context.missing is None else self._context.missing()
-        who = (
-            f"; rank{'s' if len(missing) > 1 else ''} {', '.join(map(str, missing))} can't be reached: late, or gone"
-            if missing
-            else ""
-        )
+        who = f"; {_name_ranks(missing)} can't be reached: late, or gone" if missing else ""
+        limit = f"{seconds:g} s (settings.poll_deadline)"
+        late = time.monotonic() > start_time + 0.9 * seconds  # gloo's own clock starts a little earlier
+        end = f"did not finish within {limit}" if late else f"failed before its {limit}: a peer has given up"
         text = (
-            f"{what} of rank {self._context.rank} of {self._context.world_size} did not finish within {seconds:g} s "
-            f"(settings.poll_deadline), or a peer is gone{who}{'' if failure is None else f': {failure}'}"
+            f"{what} of rank {self._context.rank} of {self._context.world_size} {end}, or a peer is gone{who}"
+            f"{'' if failure is None else f': {plain(failure)}'}"
         )
         raise (PeerTimeoutError(text, missing) if missing else CommunicationTimeoutError(text)) from failure
+
+
+def _name_ranks(ranks: Sequence[int]) -> str:
+    """As `negotiate.decide.name_ranks`, which tiers don't import."""
+    first = ", ".join(map(str, ranks[:-1]))
+    return f"ranks {first} and {ranks[-1]}" if first else f"rank {ranks[0]}"
 
 
 class LibraryTier(TailTier):

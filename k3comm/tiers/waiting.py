@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -14,6 +15,15 @@ class WaitingEndedError(Exception):
 
 POLL = 0.05
 """Seconds of a slice: what a look at something else takes to be noticed, and what a lost wake-up costs at most."""
+
+
+_PLACE = re.compile(r"\[[^\]]*\.(?:cc|cpp|h):\d+\] ")
+_ADVICE = re.compile(r"\s*This is (?:typically|likely) .*", re.DOTALL)
+
+
+def plain(error: BaseException) -> str:
+    """The text of an error of gloo's, without its place in the source and without general advice."""
+    return _ADVICE.sub("", _PLACE.sub("", str(error)))
 
 
 def finished(work: Any, seconds: float, look: Callable[[], None] | None = None) -> bool:

@@ -497,3 +497,155 @@ def test_a_store_is_checked() -> None:
     torch.manual_seed(0)
     with pytest.raises(k3comm.InputError, match=r"store: 5 given; accepted is a torch\.distributed\.Store, or None"):
         Communicator.negotiate(SPEC, store=5)  # type: ignore[arg-type]
+
+
+# Ranks that are in different rounds, or talk over different groups or stores.
+
+
+def in_different_rounds(mine: Sequence[str]) -> list[str]:
+    comm = Communicator.negotiate(SPEC, dist.group.WORLD, settings=short(20))
+    what = mine[dist.get_rank()]
+    if what == "resume":
+        comm.suspend()
+    start = time.monotonic()
+    found = outcome(
+        {
+            "reserve": lambda: comm.reserve(500),
+            "resume": comm.resume,
+            "negotiation": lambda: Communicator.negotiate(SPEC, dist.group.WORLD, settings=short(20)),
+        }[what]
+    )
+    assert time.monotonic() - start < 15
+    # Nothing is out of step.
+    return [found, negotiated(dist.group.WORLD, short(20))]
+
+
+@pytest.mark.parametrize(
+    ("mine", "text"),
+    [
+        (
+            ("reserve", "resume", "reserve"),
+            "ranks 0 and 2 are in reserve of k3comm-0, rank 1 is in resume of k3comm-0",
+        ),
+        (
+            ("negotiation", "reserve", "negotiation"),
+            "ranks 0 and 2 are in negotiation, rank 1 is in reserve of k3comm-0",
+        ),
+        (
+            ("negotiation", "resume", "reserve"),
+            "rank 0 is in negotiation, rank 1 is in resume of k3comm-0, rank 2 is in reserve of k3comm-0",
+        ),
+    ],
+)
+def test_ranks_in_different_rounds_raise_alike_and_stay_in_step(mine: Sequence[str], text: str) -> None:
+    found, after = assert_identical(run_ranks(in_different_rounds, W, mine, deadline=60))
+    assert found == f"NegotiationError: the 3 ranks differ: {text}; accepted is one operation on every rank"
+    assert after == "done"
+
+
+def in_check_uniform() -> tuple[str, float]:
+    limits = Settings(vote_deadline=4, poll_deadline=4, check_uniform=True)
+    comm = Communicator.negotiate(SPEC, dist.group.WORLD, settings=limits)
+    tail = comm.moe_tail(layer_index=0, up_weight=torch.zeros(48, 16, dtype=torch.bfloat16))
+    partials = torch.zeros(2, 16, dtype=torch.bfloat16), torch.zeros(2, 48, dtype=torch.bfloat16)
+    start = time.monotonic()
+    text = outcome((lambda: tail(*partials, None)) if dist.get_rank() == 1 else (lambda: comm.reserve(500)))
+    return text, time.monotonic() - start
+
+
+def test_a_rank_in_check_uniform_is_told_from_those_in_a_round() -> None:
+    """It is in a collective of the same length, so no process ends."""
+    values = run_ranks(in_check_uniform, W, deadline=60)
+    assert values[0][0] == values[2][0]
+    assert values[0][0] == (
+        "CommunicationTimeoutError: the 3 ranks differ: ranks 0 and 2 are in reserve of k3comm-0; accepted is one "
+        "operation on every rank; rank 1 is in a collective outside of these (check_uniform?)"
+    )
+    assert values[1][0].startswith("CommunicationTimeoutError: check_uniform, call 0 of k3comm-0: ")
+    assert all(seconds < 20 for _, seconds in values)
+
+
+def over_different_things(argument: str) -> list[str]:
+    rank, group, cpu_group = dist.get_rank(), dist.new_group([0, 1, 2]), dist.new_group([0, 1, 2])
+    sub = dist.new_group([0, 1])
+    start = time.monotonic()
+    given: dict[str, object] = {}
+    if argument == "store" and rank == 1:
+        given["store"] = dist.PrefixStore("other", dist.group.WORLD.get_group_store())
+    elif argument == "cpu_group" and rank == 1:
+        given["cpu_group"] = cpu_group
+    elif argument == "bad cpu_group":
+        given["cpu_group"] = sub if rank == 1 else cpu_group
+    text = negotiated(group, short(30), **given)
+    assert time.monotonic() - start < 15
+    return [text, cpu_group.group_name]
+
+
+@pytest.mark.parametrize(
+    ("argument", "text"),
+    [
+        ("store", "store: none on ranks 0 and 2, one of the caller's on rank 1"),
+        ("cpu_group", "cpu_group: none that votes on ranks 0 and 2, group {} on rank 1"),
+        ("bad cpu_group", "cpu_group: group {} on ranks 0 and 2, none that votes on rank 1"),
+    ],
+)
+def test_other_groups_or_stores_are_one_text(argument: str, text: str) -> None:
+    """Votes over different groups never meet: that is seen in the group's own store."""
+    found, name = assert_identical(run_ranks(over_different_things, W, argument, deadline=60))
+    assert f"{text.format(name)}; accepted is the same on every rank" in found, found
+
+
+def over_destroyed(argument: str) -> str:
+    gone = dist.new_group([0, 1])
+    dist.destroy_process_group(gone)
+    if argument == "group":
+        return negotiated(gone, short(20))
+    return negotiated(dist.group.WORLD, short(20), cpu_group=gone)
+
+
+@pytest.mark.parametrize("argument", ["group", "cpu_group"])
+def test_a_destroyed_group_is_refused(argument: str) -> None:
+    for text in run_ranks(over_destroyed, 2, argument, deadline=60):
+        if argument == "group":
+            assert text.startswith("InputError: group: it is destroyed; accepted are ")
+        else:
+            assert text.startswith("NegotiationError: ")
+            assert "InputError: cpu_group: " in text
+
+
+def test_who_ends_a_round_stays_until_the_others_have_read_why() -> None:
+    """It may host the store."""
+    store, limit, left = dist.HashStore(), Limit(5, "settings.vote_deadline"), threading.Event()
+    one, two = (WatchedExchange(Alone(rank, 2), store, limit=limit) for rank in range(2))
+    outcomes: list[object] = []
+
+    def leave() -> None:
+        with suppress(ZeroDivisionError), one.together("round"):
+            raise ZeroDivisionError
+        left.set()
+
+    def work() -> None:
+        with two.together("round"):
+            time.sleep(0.3)
+            outcomes.append(left.is_set())
+            two.min([1])
+
+    thread = threading.Thread(target=leave)
+    thread.start()
+    with pytest.raises(CommunicationTimeoutError, match="rank 0 left it in its start: ZeroDivisionError"):
+        work()
+    thread.join(10)
+    assert outcomes == [False]
+    assert left.is_set()
+
+
+def test_a_process_that_was_stopped_asks_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its time-out has passed when it goes on, though the host never was the reason."""
+    monkeypatch.setattr(watch, "STORE_ANSWER", 0.5)
+    clerk = watch._Clerk(dist.HashStore())
+    monkeypatch.setattr(watch._Clerk, "_was_stopped", staticmethod(lambda asked: True))
+    assert clerk.ask(lambda store: time.sleep(0.7) or "here") == "here"
+    monkeypatch.setattr(watch._Clerk, "_was_stopped", staticmethod(lambda asked: False))
+    with pytest.raises(watch.StoreLostError):
+        clerk.ask(lambda store: time.sleep(0.7))
+    clerk.dismiss()

@@ -11,6 +11,7 @@ import torch.distributed as dist
 import k3comm
 from k3comm import Communicator, LatentMoESpec, Settings, Tier
 from k3comm.testing import RanksFailed, run_ranks
+from k3comm.tiers.waiting import plain
 
 SPEC = LatentMoESpec(hidden_size=8, latent_size=8, top_k=1, dtype="float32")
 LIBRARY = ("SEPARATE_REDUCE", "FUSED_LANE_AR", "SEQUENCE_PARALLEL", "COLUMN_PARALLEL")
@@ -102,6 +103,8 @@ def test_a_killed_peer_is_an_error_at_once(name: str) -> None:
     assert "SIGKILL" in failed.value.failures[1]
     assert failed.value.values[0].startswith("PeerTimeoutError: ")
     assert "a peer is gone; rank 1 can't be reached: late, or gone" in failed.value.values[0]
+    assert " failed before its 20 s (settings.poll_deadline)" in failed.value.values[0]
+    assert "typically" not in failed.value.values[0]
 
 
 def raising_projection() -> list[str]:
@@ -171,3 +174,12 @@ def test_what_engines_set_globally_changes_no_bit(precise: bool) -> None:
     for found in run_ranks(surroundings, 2, precise, deadline=60):
         assert len(found) >= 6 * (4 if precise else 6)
         assert [what for what, right in found.items() if not right] == []
+
+
+def test_errors_of_gloo_are_told_plainly() -> None:
+    error = RuntimeError(
+        "[/build/gloo/transport/tcp/pair.cc:537] Read error [127.0.0.1]:41108: Connection reset by peer. This is "
+        "typically caused by a remote worker hanging or bugs in the application. Good luck! \U0001f3d6"
+    )
+    assert plain(error) == "Read error [127.0.0.1]:41108: Connection reset by peer."
+    assert plain(RuntimeError("out of luck")) == "out of luck"

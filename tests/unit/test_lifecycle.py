@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import logging
+import os
 import subprocess
 import sys
 import threading
@@ -579,3 +581,84 @@ def test_on_cpu_there_are_no_streams(device: FakeDevice) -> None:
             comm.use_stream(device.main)
     with pytest.raises(k3comm.InputError, match=r"stream: 5 given; accepted is a torch\.cuda\.Stream"):
         device.order.use(5)
+
+
+def names_of_pairs() -> dict[str, list[str]]:
+    found = {}
+    for pair in ((0, 1), (0, 2), (1, 2)):
+        group = dist.new_group(list(pair))
+        if dist.get_rank() in pair:
+            comms = [Communicator.negotiate(spec_for(2), group) for _ in range(2)]
+            found[str(pair)] = [comm.name for comm in comms]
+            for comm in comms:
+                comm.close()
+    return found
+
+
+def test_default_names_are_the_same_on_all_ranks_of_a_group() -> None:
+    """Though each rank is in other groups before."""
+    by_rank = run_ranks(names_of_pairs, 3, deadline=60)
+    names: dict[str, list[str]] = {}
+    for found in by_rank:
+        for pair, mine in found.items():
+            assert names.setdefault(pair, mine) == mine
+    assert len({name for mine in names.values() for name in mine}) == 6
+
+
+def with_a_bad_log_filter() -> str:
+    def fail(record: logging.LogRecord) -> bool:
+        raise ValueError("a filter of the engine's")
+
+    logger = logging.getLogger("k3comm")
+    logger.setLevel("INFO")
+    logger.addFilter(fail)
+    with Communicator.negotiate(spec_for(2), dist.group.WORLD) as comm:
+        return comm.name
+
+
+def test_a_log_filter_that_raises_takes_no_communicator_away() -> None:
+    assert run_ranks(with_a_bad_log_filter, 2, deadline=60) == ["k3comm-0"] * 2
+
+
+def closed_in_a_child() -> int:
+    """How many ranks are said to have closed after a forked child has."""
+    comm = Communicator.negotiate(spec_for(2), dist.group.WORLD)
+    if dist.get_rank() == 1:
+        child = os.fork()
+        if child == 0:
+            try:
+                comm.close()
+            finally:
+                os._exit(0)
+        os.waitpid(child, 0)
+    dist.barrier()
+    said = comm._exchange.store.add(comm._farewell, 0)
+    dist.barrier()
+    comm.close()
+    return said
+
+
+def test_a_forked_child_closes_for_itself_alone() -> None:
+    assert run_ranks(closed_in_a_child, 2, deadline=60) == [0, 0]
+
+
+def test_a_process_gives_its_threads_a_moment_at_its_end(tmp_path: Path) -> None:
+    """A daemon that comes back from a store while the interpreter ends would abort it."""
+    script = """
+import sys, time
+from pathlib import Path
+from k3comm.negotiate.threads import start_thread
+
+asked = []
+def work():
+    while not asked:
+        time.sleep(0.01)
+    time.sleep(0.2)
+    Path(sys.argv[1]).touch()
+start_thread("at work", work, lambda: asked.append(1))
+start_thread("stuck", lambda: time.sleep(60))
+"""
+    start = time.monotonic()
+    subprocess.run([sys.executable, "-c", script, str(tmp_path / "ended")], check=True, timeout=60)
+    assert (tmp_path / "ended").exists()
+    assert time.monotonic() - start < 30
