@@ -102,8 +102,8 @@ BOX_ROWS: Final = 64
 """Of a box at most. Boxes of 7 KB and more read as fast as larger ones, and a window of a few of them is finer."""
 
 WINDOW: Final = 3
-"""Boxes in flight before a CTA's polls are over. On an H200, in loopback at world size 2, three were faster than four by
-0.2 to 0.4 us, and five or more slower for every m (docs/performance.md)."""
+"""Boxes in flight before a CTA's polls are over. On an H200, in loopback at world size 2, three were faster than four
+by 0.2 to 0.4 us, and five or more slower for every m (docs/performance.md)."""
 
 POLL_ROWS: Final = 8
 """Rows by which the cost of polling counts in the choice of a cut."""

@@ -21,14 +21,11 @@ from k3comm.buffers.symmetric import STAGES, Block, Limit, SymmetricMemory, desc
 from k3comm.errors import CommunicationTimeoutError, NegotiationError, PeerTimeoutError
 from k3comm.negotiate.agree import Local
 from k3comm.negotiate.blocks import Place
-from k3comm.negotiate.decide import Decision, name_ranks
-from k3comm.negotiate.exchange import Exchange
+from k3comm.negotiate.decide import Decision
+from k3comm.negotiate.exchange import Exchange, who_says
 from k3comm.negotiate.watch import ANSWER, ClaimedError, WatchedExchange
 from k3comm.tiers import Tier, plugins
 from k3comm.tiers.interface import TailTier, TierContext
-
-TEXT_BYTES = 512
-"""Bytes with which a rank says why a preparation failed."""
 
 
 @attrs.frozen(kw_only=True)
@@ -182,10 +179,5 @@ def _failed_anywhere(tiers: Mapping[Tier, TailTier], broken: Mapping[Tier, str],
     for tier, vote in zip(Tier, votes, strict=True):
         if vote or tier not in tiers:
             continue
-        texts = exchange.gather(broken.get(tier, "").encode(errors="replace")[:TEXT_BYTES].ljust(TEXT_BYTES, b"\0"))
-        ranks: dict[str, list[int]] = {}
-        for rank, text in enumerate(texts):
-            if why := text.rstrip(b"\0").decode(errors="ignore"):
-                ranks.setdefault(why, []).append(rank)
-        found[tier] = "; ".join(f"{name_ranks(who)}: {why}" for why, who in ranks.items())
+        found[tier] = who_says(exchange, broken.get(tier, ""))
     return found

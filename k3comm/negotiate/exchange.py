@@ -16,10 +16,13 @@ from torch._C._distributed_c10d import AllgatherOptions, AllreduceOptions, Store
 
 from k3comm.buffers.symmetric import Exchange
 from k3comm.errors import InputError
-from k3comm.negotiate.decide import MAX_RANKS
+from k3comm.negotiate.decide import MAX_RANKS, name_ranks
 from k3comm.tiers.waiting import POLL, finished, plain
 
-__all__ = ["Exchange", "GroupExchange", "SoloExchange", "check_size"]
+__all__ = ["Exchange", "GroupExchange", "SoloExchange", "check_size", "who_says"]
+
+TEXT_BYTES = 512
+"""Bytes with which a rank says what went wrong there; the rest is cut off."""
 
 SLACK = 2.0
 """Seconds by which an operation outlasts its deadline. A gloo operation that times out closes the connections of its
@@ -131,6 +134,16 @@ def _finished_on_device(work: Any, seconds: float, look: Callable[[], None] | No
         pause = min(2 * pause, 0.005)
     work.wait()
     return True
+
+
+def who_says(exchange: Exchange, mine: str) -> str:
+    """What ranks have to say, those of the same text together; "" says nothing. Collective; the same on every rank."""
+    texts = exchange.gather(mine.encode(errors="replace")[:TEXT_BYTES].ljust(TEXT_BYTES, b"\0"))
+    ranks: dict[str, list[int]] = {}
+    for rank, text in enumerate(texts):
+        if said := text.rstrip(b"\0").decode(errors="ignore"):
+            ranks.setdefault(said, []).append(rank)
+    return "; ".join(f"{name_ranks(who)}: {said}" for said, who in ranks.items())
 
 
 def check_size(size: int) -> None:

@@ -6,9 +6,8 @@ from collections.abc import Mapping
 
 from k3comm.buffers.symmetric import Limit, describe
 from k3comm.errors import NegotiationError
-from k3comm.negotiate.arm import TEXT_BYTES, checked
-from k3comm.negotiate.decide import name_ranks
-from k3comm.negotiate.exchange import Exchange
+from k3comm.negotiate.arm import checked
+from k3comm.negotiate.exchange import Exchange, who_says
 from k3comm.negotiate.watch import WatchedExchange
 from k3comm.tiers import Tier
 from k3comm.tiers.interface import TailTier, TierContext
@@ -60,9 +59,4 @@ def _agree(exchange: Exchange, problem: str) -> None:
     """A vote; where a rank has a problem, a gather of all of them, and one error."""
     if exchange.min([int(not problem)])[0]:
         return
-    texts = exchange.gather(problem.encode(errors="replace")[:TEXT_BYTES].ljust(TEXT_BYTES, b"\0"))
-    ranks: dict[str, list[int]] = {}
-    for rank, text in enumerate(texts):
-        if why := text.rstrip(b"\0").decode(errors="ignore"):
-            ranks.setdefault(why, []).append(rank)
-    raise NegotiationError("resume: " + "; ".join(f"{name_ranks(who)}: {why}" for why, who in ranks.items()))
+    raise NegotiationError(f"resume: {who_says(exchange, problem)}")
