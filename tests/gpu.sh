@@ -20,6 +20,10 @@ fi
 OUT="${OUT:-gpu-results}"
 mkdir -p "${OUT}"
 GPUS="$("${PYTHON}" -c 'import torch; print(torch.cuda.device_count())')"
+if [ "${GPUS}" -eq 0 ]; then
+    echo "torch sees no GPU here (${PYTHON})" >&2
+    exit 2
+fi
 : >"${OUT}/sections.txt"
 
 # run NAME SECONDS COMMAND...: one section
