@@ -9,6 +9,7 @@ with comm.step(graph=False, decode=True):                 # once a forward
 
 from __future__ import annotations
 
+import threading
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
@@ -37,8 +38,9 @@ from k3comm.settings import Settings, vote_deadline
 from k3comm.spec import LatentMoESpec, ParallelLayout
 from k3comm.tiers.interface import Project, TierContext
 
-_opened: Counter[str] = Counter()
-"""Communicators without a name by the name of their group, in which all its ranks make them in one order."""
+_made = Counter(communicators=0)
+"""Communicators of this process. Ranks agree on the largest of their counts, since each may have made others before."""
+_counting = threading.Lock()
 
 
 class Communicator(Session):
@@ -98,7 +100,7 @@ class Communicator(Session):
             check_name(name)
             if vote_problem:
                 raise InputError(vote_problem)
-            return prepare_local(
+            local = prepare_local(
                 spec=spec,
                 layout=layout,
                 settings=settings,
@@ -110,6 +112,7 @@ class Communicator(Session):
                 name=name or "",
                 new_memory=new_memory,
             )
+            return attrs.evolve(local, ballot=attrs.evolve(local.ballot, serial=_count()))
 
         limit = Limit(vote_deadline(settings), "settings.vote_deadline")
         inner: Exchange = SoloExchange()
@@ -173,7 +176,9 @@ class Communicator(Session):
                 )
                 decision = decision.armed(armed.failures)
                 check_force(agreed, decision)
-                comm = cls(local, decision, armed, voted, context, name or _next_name(group))
+                with _counting:  # the peers' numbers are used here too now
+                    _made["communicators"] = max(_made["communicators"], decision.serial + 1)
+                comm = cls(local, decision, armed, voted, context, name or _default_name(group, decision.serial))
         except BaseException:
             if local is not None:
                 local.release()
@@ -282,11 +287,17 @@ def _vote_group(
     return group, f"cpu_group: {cpu_group!r} given; accepted is a group of the same ranks in the same order"
 
 
-def _next_name(group: dist.ProcessGroup | None) -> str:
-    """The default name of a communicator."""
+def _default_name(group: dist.ProcessGroup | None, serial: int) -> str:
+    """The name of a communicator that was given none; the same on all its ranks."""
     key = "" if group is None or group is dist.group.WORLD else f"{group.group_name}-"
-    _opened[key] += 1
-    return f"k3comm-{key}{_opened[key] - 1}"
+    return f"k3comm-{key}{serial}"
+
+
+def _count() -> int:
+    """The next number that no communicator of this process has had."""
+    with _counting:
+        _made["communicators"] += 1
+        return _made["communicators"] - 1
 
 
 def _connect(group: dist.ProcessGroup | None, place: torch.device, world_size: int) -> None:

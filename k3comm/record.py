@@ -123,6 +123,7 @@ class Recorder:
         # surrogatepass: any str is a name that an engine may give, also one that no encoding has.
         self.path = Path(folder, f"{quote(name, safe='', errors='surrogatepass')}.rank{rank}.log")
         self._file: io.FileIO | None = None
+        self._process = os.getpid()
         try:
             if self.path.exists():
                 self.path.rename(f"{self.path}.old")
@@ -133,7 +134,7 @@ class Recorder:
 
     def write(self, line: str) -> None:
         """Adds a line, and hands it to the operating system."""
-        if self._file is None:
+        if self._file is None or os.getpid() != self._process:  # a forked child is no rank
             return
         try:
             self._file.write(f"{line}\n".encode(errors="backslashreplace"))

@@ -8,7 +8,6 @@ import sys
 import time
 import warnings
 import weakref
-from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from contextvars import ContextVar
@@ -44,8 +43,6 @@ CLOSE_SECONDS = 1.0
 
 _serials = itertools.count()
 _sessions: weakref.WeakValueDictionary[str, Session] = weakref.WeakValueDictionary()
-_opened: Counter[str] = Counter()
-"""Sessions by the name of their group: ranks of a group open them in one order, so this tells one from the next."""
 _Self = TypeVar("_Self", bound="Session")
 
 
@@ -127,8 +124,7 @@ class Session:
         self._group = context.group
         self._process = os.getpid()
         group = "" if context.group is None else context.group.group_name
-        self._farewell = f"k3comm/close/{group}/{_opened[group]}"
-        _opened[group] += 1
+        self._farewell = f"k3comm/close/{group}/{decision.serial}"
         self._observer = observer_for(self.report, exchange)
         _sessions[name] = self
 

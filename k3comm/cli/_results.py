@@ -268,6 +268,6 @@ class _Reader:
         return tuple(map(float, values))
 
     def member(self, name: str, value: Any, members: Mapping[str, Any]) -> Any:
-        if value not in members:
+        if not isinstance(value, str) or value not in members:
             raise self.error(name, value, ", ".join(members))
         return members[value]

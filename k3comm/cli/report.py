@@ -25,7 +25,7 @@ from k3comm.negotiate.decide import name_ranks
 from k3comm.record import CLOSED, Record, parse_call, records_in
 from k3comm.uniform import differences
 
-DEFAULT_NAME = re.compile(r"k3comm-([0-9]+)")
+DEFAULT_NAME = re.compile(r"k3comm-(?:.*-)?([0-9]+)")
 """What a communicator is called that was given no name: a count of its process, which may differ between ranks."""
 
 HELP = "where the decision recorder's files of several ranks first differ"

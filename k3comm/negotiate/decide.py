@@ -10,6 +10,7 @@ abort the process when lengths differ.
     cell 3   1 if it failed   cell 14      hash of the NVLink domain, 0 without one
                               cell 15      1 + the number by which its process knows the device, 0 without one
                               cells 16..   four a tier: capacity and reason on one host, the same across hosts
+                              cell 63      how many communicators its process has made
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ UNKNOWN_HOSTS = 4096
 COLUMNS = 64
 GROUPS = ("version", "sources", "spec", "layout", "settings", "operations", "windows", "environment")
 """What must be equal on all ranks; each is a table of fields, compared by hash."""
-_FIRST_GROUP, _FIRST_TIER, _CELLS_A_TIER = 6, 16, 4
+_FIRST_GROUP, _FIRST_TIER, _CELLS_A_TIER, _SERIAL = 6, 16, 4, 63
 _REASON_SHIFT = 2**32
 
 TEXT_BYTES = 16384
@@ -65,6 +66,7 @@ class Ballot:
         ordinal: the number by which the process knows its device; None without one.
         verdicts: its word on each tier, on one host and across hosts.
         failure: why it can't take part; "" if it can.
+        serial: how many communicators its process has made.
     """
 
     fields: Fields = attrs.field(factory=dict)
@@ -75,6 +77,7 @@ class Ballot:
     ordinal: int | None = None
     verdicts: Mapping[Tier, tuple[Verdict, Verdict]] = attrs.field(factory=dict)
     failure: str = ""
+    serial: int = 0
 
     def matrix(self, rank: int) -> list[int]:
         """The cells to be MIN-reduced, row by row."""
@@ -93,6 +96,7 @@ class Ballot:
                 row[at : at + _CELLS_A_TIER] = [
                     n for verdict in self.verdicts[tier] for n in (verdict.capacity, pack_reason(verdict))
                 ]
+        row[_SERIAL] = self.serial
         cells[rank * COLUMNS : (rank + 1) * COLUMNS] = row
         return cells
 
@@ -154,6 +158,7 @@ class Decision:
         capacities: rows by tier, of the tiers that all can do.
         refusals: who said no to what, in tier and rank order.
         failures: agreed tiers that could not be armed, and why; the same text on every rank.
+        serial: the communicator's number: of all ranks' counts the largest, so no rank has used it before.
     """
 
     world_size: int
@@ -164,6 +169,7 @@ class Decision:
     capacities: Mapping[Tier, int] = attrs.field(converter=by_key)
     refusals: tuple[Refusal, ...]
     failures: Mapping[Tier, str] = attrs.field(factory=dict, converter=by_key)
+    serial: int = 0
 
     @property
     def one_host(self) -> bool:
@@ -254,6 +260,7 @@ def decide(matrix: Sequence[int], world_size: int) -> Decision:
         shared_devices=tuple(tuple(ranks) for ranks in on_device.values() if len(ranks) > 1),
         capacities=capacities,
         refusals=tuple(refusals),
+        serial=max(row[_SERIAL] for row in rows),
     )
 
 

@@ -383,6 +383,10 @@ def test_results_survive_their_file(bench_file: str) -> None:
             lambda it: it["measurements"][2].update(tier="TEER"),
             r"measurements\[2\]: tier: 'TEER' given; accepted are MN",
         ),
+        (
+            lambda it: it["measurements"][2].update(tier=[]),
+            r"measurements\[2\]: tier: \[\] given; accepted are MN",
+        ),
         (lambda it: it["measurements"][2].update(numerics=None), "a class for a tier, and none for a rival"),
         (lambda it: it["measurements"][0]["chained_us"].pop(), "TAIL_FUSION at 1 rows: accepted are 5 repetitions"),
         (lambda it: it["measurements"][0].update(chained_us=[-1]), "chained_us: -1 given; accepted are finite micro"),

@@ -605,6 +605,26 @@ def test_default_names_are_the_same_on_all_ranks_of_a_group() -> None:
     assert len({name for mine in names.values() for name in mine}) == 6
 
 
+def named_after_others(path: str) -> tuple[str, str]:
+    """Rank 0 has made a communicator by itself before there was a group."""
+    rank = current_rank().rank
+    if rank == 0:
+        Communicator.negotiate(spec_for(1)).close()
+    dist.init_process_group("gloo", init_method=f"file://{path}", rank=rank, world_size=2)
+    with Communicator.negotiate(spec_for(2), dist.group.WORLD) as comm:
+        comm.reserve(comm.spec.max_tokens)
+        comm.suspend()
+        comm.resume()
+        with Communicator.negotiate(spec_for(2), dist.group.WORLD) as other:
+            assert other.name != comm.name
+        return comm.name, comm._farewell
+
+
+def test_ranks_that_have_made_other_communicators_before_agree_on_a_name(tmp_path: Path) -> None:
+    one, two = run_ranks(named_after_others, 2, str(tmp_path / "store"), init=False, deadline=60)
+    assert one == two
+
+
 def with_a_bad_log_filter() -> str:
     def fail(record: logging.LogRecord) -> bool:
         raise ValueError("a filter of the engine's")

@@ -134,7 +134,7 @@ def test_a_full_disk_ends_the_record_and_not_the_job(caplog: pytest.LogCaptureFi
     if not Path("/dev/full").exists():
         pytest.skip("no /dev/full here")
     recorder = Recorder.__new__(Recorder)
-    recorder.path = Path("/dev/full")
+    recorder.path, recorder._process = Path("/dev/full"), os.getpid()
     recorder._file = open("/dev/full", "wb", buffering=0)  # type: ignore[assignment]  # noqa: SIM115
     with caplog.at_level(logging.WARNING, "k3comm"):
         recorder.write("call=0")
@@ -459,3 +459,18 @@ logging.getLogger("k3comm").warning("nobody asked")
 def test_off_costs_nothing_but_a_look() -> None:
     assert Communicator.negotiate(SPEC)._observer is None
     assert Communicator.negotiate(SPEC, settings=Settings(check_uniform=True))._observer is None, "one rank is alike"
+
+
+def test_a_forked_child_leaves_the_record_alone(tmp_path: Path) -> None:
+    recorder = Recorder(tmp_path, "one", 0, {"name": "one"})
+    child = os.fork()
+    if child == 0:
+        try:
+            recorder.write("call=0 of a child")
+            recorder.close()
+        finally:
+            os._exit(0)
+    os.waitpid(child, 0)
+    recorder.write("call=0")
+    recorder.close()
+    assert recorder.path.read_text().splitlines()[-2:] == ["call=0", CLOSED]
