@@ -75,8 +75,8 @@ class Communicator(Session):
             operations: what will be asked for.
             lanes: micro-batches in flight.
             device: where tensors live; by default the current CUDA device if the group has NCCL, else the CPU.
-            name: of the communicator; by default "k3comm-<n>", counted by group in creation order, with the group's
-                name before the number where it is not the default group: the same on all its ranks, at every start.
+            name: of the communicator; by default "k3comm-<n>", with the group's name before the number for subgroups.
+                The number is the largest that any rank has come to, told in the vote: all ranks have the same.
             exchange: how to vote, for engines whose control plane is not torch's; by default the group.
             store: a torch.distributed.Store that all these ranks share, by which they learn who is missing and end
                 alike; by default the exchange's, or without an exchange the group's.
