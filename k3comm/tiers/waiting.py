@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import time
+from collections import deque
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -26,6 +27,12 @@ def plain(error: BaseException) -> str:
     return _ADVICE.sub("", _PLACE.sub("", str(error)))
 
 
+_recent: deque[Any] = deque(maxlen=2)
+"""The last operations. A backend's thread lets go of one a little after it is done; were that the last hold on its
+tensors, the thread would need the interpreter, which may be ending: the process would abort ("terminate called").
+"""
+
+
 def finished(work: Any, seconds: float, look: Callable[[], None] | None = None) -> bool:
     """Waits for an operation of a CPU backend; whether it was done within so many seconds.
 
@@ -38,6 +45,7 @@ def finished(work: Any, seconds: float, look: Callable[[], None] | None = None) 
     Raises:
         RuntimeError: the operation failed.
     """
+    _recent.append(work)
     limit = time.monotonic() + seconds
     while True:
         left = limit - time.monotonic()
