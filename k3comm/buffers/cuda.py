@@ -247,14 +247,6 @@ class CudaMemory(SymmetricMemory):
         self._blocks = blocks
         self.pointers = tuple(block.data_ptr() for block in blocks)
 
-    def block(self, rank: int) -> torch.Tensor:
-        """See `SymmetricMemory`: on this rank's device; a peer's is good until `release` only."""
-        if not self._blocks:
-            raise ClosedError("block: the memory is not mapped, or released")
-        if not 0 <= rank < self.world_size:
-            raise InputError(f"rank: {rank!r} given; accepted are 0 to {self.world_size - 1}")
-        return self._blocks[rank]
-
     def release(self) -> None:
         """See `SymmetricMemory`. Waits for all work on the device, as torch frees.
 

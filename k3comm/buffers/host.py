@@ -140,14 +140,6 @@ class HostMemory(SymmetricMemory):
             ]
         self._close()
 
-    def block(self, rank: int) -> torch.Tensor:
-        """See `SymmetricMemory`: on CPU, page-aligned."""
-        if not self._blocks:
-            raise ClosedError("block: the memory is not mapped, or released")
-        if not 0 <= rank < self.world_size:
-            raise InputError(f"rank: {rank!r} given; accepted are 0 to {self.world_size - 1}")
-        return self._blocks[rank]
-
     def release(self) -> None:
         """See `SymmetricMemory`. A block is unmapped here when no tensor refers to it any more."""
         self._blocks = []

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Final, Protocol, runtime_checkable
 
 import attrs
 
-from k3comm.errors import RendezvousError
+from k3comm.errors import ClosedError, InputError, RendezvousError
 
 if TYPE_CHECKING:
     import torch
@@ -78,6 +78,7 @@ class SymmetricMemory(ABC):
     rank: int
     world_size: int
     multicast_objects: int = 0
+    _blocks: Sequence[torch.Tensor] = ()
 
     @property
     @abstractmethod
@@ -100,14 +101,18 @@ class SymmetricMemory(ABC):
     def map(self) -> None:
         """Makes the blocks addressable. Called once every rank has imported."""
 
-    @abstractmethod
     def block(self, rank: int) -> torch.Tensor:
-        """The block of `rank`: uint8 [nbytes]. The mapping lives as long as a tensor refers to it.
+        """The block of `rank`: uint8 [nbytes]. On the host its mapping lives as long as a tensor refers to it.
 
         Raises:
             ClosedError: not mapped yet, or released.
             InputError: no such rank.
         """
+        if not self._blocks:
+            raise ClosedError("block: the memory is not mapped, or released")
+        if not 0 <= rank < self.world_size:
+            raise InputError(f"rank: {rank!r} given; accepted are 0 to {self.world_size - 1}")
+        return self._blocks[rank]
 
     @abstractmethod
     def release(self) -> None:
