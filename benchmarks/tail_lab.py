@@ -9,8 +9,9 @@
                two graphs of different m, lanes, counters near a wrap, special values, order-sensitive sums
     processes  W processes over torch symmetric memory on this GPU (time-sliced, so few calls)
     stop       a rank that stops: who is named, and when
+    sanitize   some of `numerics` and `processes` under compute-sanitizer's memcheck, few rows and calls
     bench      loopback, chains of 24 layers in a graph, weights rotated; with and without an emulated link of 0.6 us,
-               on both paths of the projection, and what windows, fences, other cuts and the weights themselves cost
+               on both paths of the projection, and what windows, credits, other cuts and the weights themselves cost
 
 Loopback: what is sent to rank p goes into this rank's own memory as if rank p had sent it, so all stages of a W-rank
 call run, and every column block of the result is this rank's own.
@@ -22,6 +23,7 @@ import contextlib
 import json
 import os
 import random
+import shutil
 import statistics
 import subprocess
 import sys
@@ -130,6 +132,7 @@ class Rank:
                 gather=layout.gather(lane),
                 counters=layout.counters(lane),
                 region_bytes=layout.latent(lane, 1) - layout.latent(lane, 0),
+                gather_bytes=layout.gather_bytes,
                 latent_size=self.latent,
                 columns=self.columns,
                 loopback=loopback,
@@ -295,7 +298,7 @@ def cuts(sections: Sequence[str]) -> Iterator[tuple[Geometry, Sequence[Form], Se
     if "bench" in sections:
         for world in BENCH_WORLDS:
             for _, cut, form, options in arms(world):
-                kind = {name: value for name, value in options.items() if name in ("fences", "window", "weights")}
+                kind = {name: value for name, value in options.items() if name in ("credits", "window", "weights")}
                 yield cut, (form,), (), kind | {"link": "link_cycles" in options}
 
 
@@ -712,7 +715,7 @@ def run_process(command: list[str], seconds: float) -> subprocess.CompletedProce
         return subprocess.CompletedProcess(command, 124, text[0], f"{text[1]} over {seconds} s")
 
 
-def worker(calls: int) -> None:
+def worker(calls: int, sizes: Sequence[int]) -> None:
     """One rank of `processes`, under torchrun."""
     import torch.distributed as dist
     import torch.distributed._symmetric_memory as symmetric
@@ -731,7 +734,7 @@ def worker(calls: int) -> None:
     dist.barrier()
     layer, wrong = None, []
     for call in range(calls):
-        m = (1, 5, 16, 17, 64, 2)[call % 6]
+        m = sizes[call % len(sizes)]
         layer = data = Data(world, m, PROCESS_SHAPE, 500 + call, weights=layer)
         out = one.tail(**data.arguments(rank), out=poisoned(m, PROCESS_SHAPE[0]), form=list(Form)[call // 6 % 2])
         torch.cuda.synchronize()
@@ -790,6 +793,49 @@ def stopped(phase: str) -> None:
         text = "no record" if found is None else str(found.error(2, 0, 0.3))
         print(f"expired after {time.time() - start:.2f} s: {text} ({type(problem).__name__})", flush=True)
     os._exit(0)
+
+
+# Under compute-sanitizer
+
+
+def sanitize() -> None:
+    tool = shutil.which("compute-sanitizer") or shutil.which("compute-sanitizer", path="/usr/local/cuda/bin")
+    if tool is None:
+        raise RuntimeError("compute-sanitizer is not on PATH, nor in /usr/local/cuda/bin")
+    check = [tool, "--tool", "memcheck", "--target-processes", "all", "--report-api-errors", "no", "--error-exitcode", "9"]
+    ranks = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", __file__]
+    runs = {"loopback": [sys.executable, __file__, "--few"], "two processes": [*ranks, "--worker", "6", "few"]}
+    for name, command in runs.items():
+        start = time.time()
+        done = run_process([*check, *command], 150)
+        said = done.stdout + done.stderr
+        clean = done.returncode == 0 and "ERROR SUMMARY: 0 errors" in said
+        check_text = f"sanitize {name}: exit {done.returncode}: {said[-1500:]}"
+        failures.extend([] if clean else [check_text])
+        say(f"sanitize {name}: {'no errors' if clean else check_text}, {time.time() - start:.1f} s")
+        results[f"sanitize {name}"] = {"clean": clean}
+
+
+def few() -> None:
+    """One rank in loopback, 1 to 4 rows, on both paths, both forms, every kind of finalize."""
+    for general in (False, True):
+        one = loopback(K3, 2, cut=geometry(K3, 2, sms(), general), deferred=(BF16, torch.float32))
+        layer = Data(2, 4, K3, 1)
+        for m in (1, 4, 3):
+            given = layer.arguments(0, slice(m))
+            outs = [one.tail(**given, form=form, out=poisoned(m, K3[0])) for form in Form]
+            index = torch.arange(m * 2, dtype=torch.int32, device="cuda").view(m, 2)
+            index[:, 1] = -1
+            for dtype in (BF16, torch.float32):
+                ones = torch.ones(m, 2, dtype=dtype, device="cuda")
+                rows = given["routed"].repeat_interleave(2, 0)
+                given["routed"], plain = Deferred(rows, ones, index, m), given["routed"]
+                outs += [one.tail(**given, form=form, out=poisoned(m, K3[0])) for form in Form]
+                given["routed"] = plain
+            torch.cuda.synchronize()
+            assert all(same(out, outs[0]) for out in outs)
+            assert not bool(outs[0].isnan().any())
+    print("few ok", flush=True)
 
 
 # How fast
@@ -851,8 +897,7 @@ def arms(world: int) -> Iterator[tuple[str, Geometry, Form, dict[str, Any]]]:
         return
     yield "boxes split pdl", cut, Form.SPLIT, {}
     yield "boxes split pdl link", cut, Form.SPLIT, link
-    yield "boxes split pdl unfenced", cut, Form.SPLIT, {"fences": False}
-    yield "boxes split pdl link unfenced", cut, Form.SPLIT, link | {"fences": False}
+    yield "boxes split pdl uncredited", cut, Form.SPLIT, {"credits": False}
     yield "boxes split pdl, no weights read", cut, Form.SPLIT, {"weights": False}
     yield "boxes whole pdl", cut, Form.WHOLE, {}
     yield "boxes whole plain", cut, Form.WHOLE, {"settings": PLAIN}
@@ -890,6 +935,7 @@ SECTIONS: dict[str, Callable[[], None]] = {
     "ranks": ranks,
     "processes": processes,
     "stop": stop,
+    "sanitize": sanitize,
     "bench": bench,
 }
 
@@ -909,7 +955,9 @@ def main() -> None:
         os.environ.setdefault(name, value)
     arguments = sys.argv[1:]
     if arguments[:1] == ["--worker"]:
-        return worker(int(arguments[1]))
+        return worker(int(arguments[1]), (1, 4, 3) if arguments[2:] == ["few"] else (1, 5, 16, 17, 64, 2))
+    if arguments[:1] == ["--few"]:
+        return few()
     if arguments[:1] == ["--stop"]:
         return stopped(arguments[1])
     unknown = [name for name in arguments if name not in SECTIONS]

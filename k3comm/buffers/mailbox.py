@@ -11,22 +11,28 @@ The block of a rank, per lane (a micro-batch in flight), at the same offsets on 
     counters                               COUNTER_BYTES, zeros: for kernels on the device; host ranks keep their own
     3 x latent  [max_rows, W, L]   BF16    [:, r]: the routed partial sum of rank r
     3 x shared  [max_rows, W, H/W] BF16    [:, r]: rank r's shared partial sum in the columns that this rank owns
-    1 x gather  [max_rows, H]      BF16    columns of r: the finished columns that rank r owns
+    2 x gather  [max_rows, H]      BF16    columns of r: the finished columns that rank r owns
 
 Rows come first, so what m rows use is a prefix. Clearing, and why this is right:
 
 - latent and shared, lazy, three regions: call n uses region g(n), stepped 0, 1, 2, and empties region g(n-1), the bytes
   that call n-1 used. A peer writes there next in call n+2, which it reaches only after this rank has published call
   n+1, hence after that clearing. Two regions are too few, and emptying the region that comes next is wrong.
-- gather, eager, depth 1: its one reader empties each word right after it has copied it. A peer writes there next in
-  call n+1, after that call's all-reduce, in which this rank takes part only after it has emptied the mailbox.
+- gather, eager: its one reader empties each word right after it has copied it. On the host there is one mailbox: a peer
+  writes there next in call n+1, after that call's all-reduce, in which this rank takes part only after it has emptied
+  it. GPUs take two in turn, by the parity of the call.
+
+Emptying has to be seen by a peer before it writes there. On the host, `begin` orders what a rank emptied before what it
+publishes next. On GPUs that order costs a fence in every call's way; so there a rank tells each peer, beside call n+1,
+that it is done with call n, and the peer ends its call n+1 only when it knows: "credits" (kernels/mailbox.cuh). Hence
+the second gather mailbox: what call n empties there is written again in call n+2.
 
 It rests on: every rank fills its block, then a barrier, then the first call; every rank takes part in every call, with
 equal m, in the same order. The tests hold an exhaustive model of the interleavings.
 
 On the host a word is written by a copy of 16 bytes or more at 16-byte aligned places (every offset here is), in which
 the C library and the CPU never split a word; a fragment may arrive torn into words, which the per-word test makes
-harmless. Only the order between this rank's clearing and its next publication needs a fence, in `begin`.
+harmless.
 
 A wait yields the CPU after every look in vain, since the peer that is waited for may need this very core;
 where no other process waits a yield takes 0.5 us.
@@ -62,11 +68,14 @@ REPLACEMENT: Final = 0x7FFF7FFF
 REGIONS: Final = 3
 """Of the all-reduce mailbox: the fewest that lazy clearing is right with."""
 
+GATHERS: Final = 2
+"""Gather mailboxes."""
+
 ALIGNMENT: Final = 128
 """Bytes; of every part of a block. A multiple of a fragment (16) that keeps parts of two writers off one cache line."""
 
 COUNTER_BYTES: Final = 4096
-"""Per lane: a cell of 16 bytes for each of 256 CTAs, a wave of communicating kernels at one CTA an SM."""
+"""Per lane: what kernels/mailbox.cuh keeps for a wave of 256 CTAs and for 16 peers, and some room."""
 
 FRAGMENT: Final = 8
 """BF16 elements in 16 bytes, the unit of publication."""
@@ -135,13 +144,13 @@ class MailboxLayout:
 
     @property
     def gather_bytes(self) -> int:
-        """Of the gather mailbox."""
+        """Of one gather mailbox."""
         return self.shared_bytes
 
     @property
     def lane_bytes(self) -> int:
         """Of one lane."""
-        return COUNTER_BYTES + REGIONS * (self.latent_bytes + self.shared_bytes) + self.gather_bytes
+        return COUNTER_BYTES + REGIONS * (self.latent_bytes + self.shared_bytes) + GATHERS * self.gather_bytes
 
     @property
     def nbytes(self) -> int:
@@ -160,9 +169,9 @@ class MailboxLayout:
         """Offset of a region's shared part."""
         return self.latent(lane, region) + self.latent_bytes
 
-    def gather(self, lane: int) -> int:
-        """Offset of a lane's gather mailbox."""
-        return self.latent(lane, REGIONS)
+    def gather(self, lane: int, number: int = 0) -> int:
+        """Offset of a lane's gather mailbox; `number` 1 is that of odd calls on a GPU."""
+        return self.latent(lane, REGIONS) + number * self.gather_bytes
 
 
 def mailbox_bytes(spec: LatentMoESpec, world_size: int, max_rows: int, lanes: int = 1) -> int:

@@ -16,9 +16,6 @@ DEVICE u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(
 template <int ID> DEVICE void sync_at(int threads) {
   asm volatile("bar.sync %0, %1;" :: "n"(ID), "r"(threads) : "memory");
 }
-template <int ID> DEVICE void arrive_at(int threads) {
-  asm volatile("bar.arrive %0, %1;" :: "n"(ID), "r"(threads) : "memory");
-}
 
 DEVICE void barrier_init(u32 bar) { asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" :: "r"(bar) : "memory"); }
 // After the last `barrier_init`, before anything uses one: for the block's threads and for the TMA.

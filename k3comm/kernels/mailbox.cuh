@@ -20,6 +20,8 @@ struct Counters {
   u32 rows[2];             // rows of the last two calls, by parity of the call number: what the next call clears
   u32 finished;            // CTAs that are done with this call (one-kernel form)
   u32 claimed;             // a thread writes the record
+  u32 spare[26];
+  u64 credits[16];         // written by the peers, on lines of their own: calls that each of them is done with
 };
 
 // What a wait that expired leaves behind, in pinned memory. The first word is written last.
@@ -28,7 +30,8 @@ struct Record {
 };
 
 enum Operation : u32 { MOE_TAIL = 1 };
-enum Phase : u32 { PHASE_COMPLETION = 1, PHASE_LATENT = 2, PHASE_SHARED = 3, PHASE_PARTIALS = 4, PHASE_GATHER = 5 };
+enum Phase : u32 { PHASE_COMPLETION = 1, PHASE_LATENT = 2, PHASE_SHARED = 3, PHASE_PARTIALS = 4, PHASE_GATHER = 5,
+                   PHASE_CREDIT = 6 };
 
 DEVICE bool any_empty(uint4 v) { return v.x == EMPTY || v.y == EMPTY || v.z == EMPTY || v.w == EMPTY; }
 DEVICE bool any_empty(uint2 v) { return v.x == EMPTY || v.y == EMPTY; }
@@ -119,5 +122,30 @@ DEVICE void fetch(T (&v)[COUNT], const char* p, i64 stride, const Waiting& w, u3
 // caller puts between ours (one that triggers early and never waits breaks "completion of the previous kernel").
 DEVICE void wait_completed(const Waiting& w) {
   Patience patience;
-  while (acquire(&w.counters->completed) != w.call * COMPLETIONS) patience.lose(w, PHASE_COMPLETION, 0, w.rank);
+  // Not "equal": a CTA of this call that waits for nothing may have added its share by now.
+  while (acquire(&w.counters->completed) < w.call * COMPLETIONS) patience.lose(w, PHASE_COMPLETION, 0, w.rank);
+}
+
+// Credits: what the calls before this one emptied on each rank is there before any peer writes there again.
+//
+// A word that is emptied in call n - 1 or before is written by a peer in call n + 1 at the earliest (three regions, two
+// for the gather). Here, in call n, one CTA a rank waits until all earlier calls are done whole, says so to every peer
+// with release, and waits, with acquire, until every peer has said so; and call n is done whole only after that. So in
+// PTX's terms every emptying happens before the peer's next write, and no fence stands before a publication: this runs
+// beside the exchange, where nobody waits for it. By the first 16 threads at least of a CTA, after `meet`.
+//
+// Twice the deadline: who waits for data itself says better what is missing.
+template <int W, typename Meet>
+DEVICE void exchange_credits(Waiting w, u64* const (&to)[16], Meet meet) {
+  w.deadline_ns *= 2;
+  if (threadIdx.x == 0) wait_completed(w);
+  meet();
+  const u32 peer = threadIdx.x;
+  if (peer >= W || peer == w.rank) return;
+#if K3_MULTICAST
+  fence_alias();
+#endif
+  release_sys(to[peer], w.call);
+  Patience patience;
+  while (acquire_sys(&w.counters->credits[peer]) < w.call) patience.lose(w, PHASE_CREDIT, 0, peer);
 }

@@ -61,6 +61,7 @@ struct Arguments {
   char* latent[16];
   char* shared[16];
   char* gather[16];
+  u64* credits[16];   // this rank's word among rank p's credits
   char* latent_all;   // the same on the multicast address
   char* gather_all;
   // This rank's mailboxes, where row 0 of region 0 begins.
@@ -72,6 +73,7 @@ struct Arguments {
   float* partials;    // [GROUPS' columns: MAX_ROWS, SLICES, C]
   float* squares;     // [GROUPS, MAX_ROWS, SLICES]
   u64 region_bytes;   // from a region to the next
+  u64 gather_bytes;   // from the gather mailbox of even calls to that of odd ones
   u64 deadline_ns;
   // The call.
   const char* routed;          // [m, L], or [R, >= L] deferred
@@ -90,7 +92,7 @@ struct Arguments {
   u32 flags;
   float scale, eps;
   u32 link_cycles;             // benchmarks: by how much a publication is held back, to stand for a link
-  u32 spare[4];                // a multiple of a tensor map's alignment
+  u32 spare[2];                // a multiple of a tensor map's alignment
 };
 static_assert(sizeof(Arguments) == K3_ARGUMENT_BYTES);
 
@@ -174,19 +176,13 @@ uint4 finalized(const char* routed, i64 routed_stride, const int* index, const c
 }
 #endif
 
-// Before anything of ours is published, polled, cleared or read. What earlier calls cleared is ordered before what
-// this one publishes: by the acquire on this GPU, by the fence for the peers.
+// Before anything of ours is published, polled, cleared or read: every call before this one is done whole.
 DEVICE void enter(const Arguments& a, u64 call) {
-  if (threadIdx.x == 0) {
-    wait_completed(waiting(a, call));
-#if K3_FENCES
-#if K3_MULTICAST
-    fence_alias();
-#endif
-    fence_sys();
-#endif
-  }
+  if (threadIdx.x == 0) wait_completed(waiting(a, call));
   sync_block();
+#if K3_MULTICAST
+  fence_alias();
+#endif
 }
 
 // Latent rows to every rank, shared rows by their columns to the rank that owns them, in chunks of 32 fragments a warp;
@@ -234,7 +230,7 @@ DEVICE void clear(const Arguments& a, int rows, int region) {
   const u64 latent = (u64)rows * W * (L / 8), all = latent + (u64)rows * (H / 8);
   for (u64 i = (u64)blockIdx.x * THREADS + threadIdx.x; i < all; i += (u64)gridDim.x * THREADS) {
     const char* part = i < latent ? a.own_latent + start + 16 * i : a.own_shared + start + 16 * (i - latent);
-    store_sys(const_cast<char*>(part), empty(uint4()));
+    store_own(const_cast<char*>(part), empty(uint4()));
   }
 }
 
@@ -423,9 +419,6 @@ DEVICE u64 exchange(const Arguments& a) {
   clear(a, (int)load_gpu(&a.counters->rows[(call + 1) & 1]), region);
   reduce_latent(a, call, region, slice, z, squares);
   __syncthreads();
-#if K3_FENCES
-  if (threadIdx.x == 0) fence_sys();
-#endif
   sum_squares(a, group, slice, squares);
   project(a, group, slice, z);
   return call;
@@ -478,12 +471,6 @@ DEVICE void load_weights(const Arguments& a) {
                group * GROUP_ROWS + i % PARTS * BOX_ROWS, barriers + 8 * i, policy);
     }
   }
-#endif
-#if K3_FENCES && !K3_WHOLE
-  // The fence that stands after the polls, by a thread that nobody waits for: what it goes before is in other kernels.
-  __syncwarp();
-  sync_at<2>(BLOCK);
-  if (lane == 0) fence_sys();
 #endif
 }
 
@@ -630,15 +617,9 @@ DEVICE u64 exchange(const Arguments& a) {
     fence_operands();
     sync_block();
     if (first == 0) clear(a, before, region);
-#if K3_FENCES && !K3_WHOLE
-    if (first + TOKENS >= a.rows) arrive_at<2>(BLOCK);
-#endif
     sum_squares(a, group, slice, first, memory);
     project_tile(a, group, slice, first, memory);
   }
-#if K3_FENCES && K3_WHOLE
-  if (threadIdx.x == 0) fence_sys();
-#endif
   return call;
 }
 #endif
@@ -712,7 +693,7 @@ DEVICE void finish_unit(const Arguments& a, u64 call, int region, int token, int
     y[k] = x;
   }
   const uint2 out = publishable(make_uint2(pack(y[0], y[1]), pack(y[2], y[3])));
-  put_to_all(a, a.gather, a.gather_all, 2 * ((u64)token * H + column), out);
+  put_to_all(a, a.gather, a.gather_all, (call & 1) * a.gather_bytes + 2 * ((u64)token * H + column), out);
 }
 
 // The same four columns of the ranks FIRST .. W - 1: poll, copy out, empty. The one reader empties what it has read.
@@ -720,12 +701,13 @@ template <int FIRST>
 DEVICE void gather_ranks(const Arguments& a, const Waiting& w, int token, int column) {
   constexpr int COUNT = W - FIRST < AT_ONCE ? W - FIRST : AT_ONCE;
   const u64 start = 2 * ((u64)token * H + FIRST * C + column);
+  char* mailbox = a.own_gather + (w.call & 1) * a.gather_bytes + start;
   uint2 v[COUNT];
-  fetch(v, a.own_gather + start, 2 * C, w, PHASE_GATHER, token, FIRST);
+  fetch(v, mailbox, 2 * C, w, PHASE_GATHER, token, FIRST);
 #pragma unroll
   for (int i = 0; i < COUNT; i++) {
     *(uint2*)(a.out + start + 2 * i * C) = v[i];
-    store_sys(a.own_gather + start + 2 * i * C, empty(uint2()));
+    store_own(mailbox + 2 * i * C, empty(uint2()));
   }
   if constexpr (FIRST + COUNT < W) gather_ranks<FIRST + COUNT>(a, w, token, column);
 }
@@ -774,7 +756,8 @@ extern "C" __global__ void __launch_bounds__(BLOCK, AN_SM) tail_exchange(const _
 #elif K3_ENTRY == 2
 constexpr int FINISH_THREADS = K3_FINISH_THREADS;
 
-// Runs right behind tail_exchange. Its number is in the cells: the CTAs of tail_exchange stepped theirs before they let
+// Runs right behind tail_exchange. The first CTA exchanges credits, and waits for no kernel to do so.
+// Its number is in the cells: the CTAs of tail_exchange stepped theirs before they let
 // this kernel start, and the next call's can't step them before all CTAs here have let it.
 extern "C" __global__ void __launch_bounds__(FINISH_THREADS) tail_finish(const __grid_constant__ Arguments a) {
   __shared__ u64 number;
@@ -782,13 +765,28 @@ extern "C" __global__ void __launch_bounds__(FINISH_THREADS) tail_finish(const _
   __syncthreads();
   const u64 call = number;
   launch_dependents();
-  wait_for_predecessor();
-  const Units units{(int)(blockIdx.x * FINISH_THREADS + threadIdx.x), (int)(gridDim.x * FINISH_THREADS),
-                    a.rows * (C / 4), C / 4, 0};
-  finish(a, call, units);
+  if (blockIdx.x == 0) {
+#if K3_CREDITS
+    exchange_credits<W>(waiting(a, call), a.credits, sync_block);
+#else
+    wait_for_predecessor();
+#endif
+  } else {
+    wait_for_predecessor();
+    const Units units{(int)((blockIdx.x - 1) * FINISH_THREADS + threadIdx.x), (int)((gridDim.x - 1) * FINISH_THREADS),
+                      a.rows * (C / 4), C / 4, 0};
+    finish(a, call, units);
+  }
   complete(a);
 }
 #elif K3_ENTRY == 3
+#if K3_CREDITS
+// Out of line, or the rest spills. Nobody runs beside this kernel: here they are in the next call's way.
+static __device__ __noinline__ void credits_at_the_end(const Arguments& a, u64 call) {
+  exchange_credits<W>(waiting(a, call), a.credits, sync_block);
+}
+#endif
+
 extern "C" __global__ void __launch_bounds__(BLOCK, AN_SM) tail_whole(const __grid_constant__ Arguments a) {
 #if K3_BOX_ROWS
   if (threadIdx.x >= THREADS) return load_weights(a);
@@ -808,6 +806,9 @@ extern "C" __global__ void __launch_bounds__(BLOCK, AN_SM) tail_whole(const __gr
   const Units units{(int)(slice * THREADS + threadIdx.x), SLICES * THREADS, a.rows * per_row, per_row,
                     group * GROUP_TILES * 4};
   finish(a, call, units);
+#if K3_CREDITS
+  if (blockIdx.x == 0) credits_at_the_end(a, call);
+#endif
   complete(a);
 }
 #elif K3_ENTRY == 4

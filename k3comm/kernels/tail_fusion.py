@@ -24,12 +24,11 @@ CTA's polls are over only WINDOW boxes are in flight.
 **Numerics.** s * g goes in as two BF16 terms, r = rsqrt(mean square) multiplies afterwards (K0, docs/tiers.md). Where
 the first term is not finite the second is zero.
 
-**The formal argument** (PTX memory model) that what a call re-arms is ordered before the peers' next stores needs two
-`fence.acq_rel.sys` a CTA, one after the polls and one before the first store; `fences=False` leaves them out, for
-measuring what they cost. On sm_90a's path the first is the loading warp's, off the critical path. What they formalise
-holds on the hardware that there is without them: a mailbox's words live in its owner's L2 cache, the one place where
-all writers of a word meet; the owner's clears have reached it when the completion word's release, at GPU scope, is
-seen; its next stores leave after that; and a peer stores there again only after it has read those.
+**The formal argument** (PTX memory model) that what a call empties is ordered before the peers' next stores there are
+credits: `exchange_credits` of mailbox.cuh, a release and an acquire at system scope a pair of ranks and call, by one CTA
+of the finish, which starts beside the exchange. Fences before the publications say the same and cost 0.9 to 1.9 us a
+call on an H200 (docs/performance.md); what buys their place is one gather mailbox more. `credits=False` leaves them out,
+for measuring what they cost.
 
 Not run on hardware: multicast (compiled, and the PTX inspected; all but the two `multimem.st` is the peer form's), and
 every architecture but sm_90a.
@@ -64,8 +63,11 @@ MAX_CELLS: Final = 256
 COMPLETIONS: Final = 1 << 20
 """What a call that is done whole adds to the completion word, as in mailbox.cuh."""
 
-COUNTER_BYTES: Final = 12 * MAX_CELLS + 24
+COUNTER_BYTES: Final = 12 * MAX_CELLS + 128 + 128
 """Of a lane's counters: zeros at the start, like `struct Counters` of mailbox.cuh."""
+
+CREDITS: Final = COUNTER_BYTES - 8 * MAX_WORLD
+"""Where the credits are in the counters."""
 
 THREADS: Final = 512
 FINISH_THREADS: Final = 128
@@ -233,8 +235,9 @@ class Geometry:
         return _shared_bytes(self.slice_width, tokens)
 
     def finish_blocks(self, rows: int, capacity: int) -> int:
-        """CTAs of the finish: a thread for four columns of a row, as far as the grid is resident at once."""
-        return min(-(-rows * self.columns // (4 * FINISH_THREADS)), FINISH_BLOCKS * capacity)
+        """CTAs of the finish: one for the credits, and a thread for four columns of a row, as far as the grid is
+        resident at once."""
+        return 1 + min(-(-rows * self.columns // (4 * FINISH_THREADS)), FINISH_BLOCKS * capacity - 1)
 
     @classmethod
     def choose(
@@ -338,7 +341,7 @@ def kernel_variant(
     transport: str = "peer",
     tokens: int = 8,
     expert_weights: torch.dtype | None = None,
-    fences: bool = True,
+    credits: bool = True,
     link: bool = False,
     window: int = WINDOW,
     weights: bool = True,
@@ -350,7 +353,7 @@ def kernel_variant(
         transport: "peer" or "multicast".
         tokens: of `geometry.tokens`; only the exchange and the one-kernel form have more than one variant.
         expert_weights: their dtype in the deferred finalize, BF16 or fp32; None where the partial sums are there.
-        fences: the fences of the formal argument.
+        credits: ranks tell each other what they have emptied; without, a benchmark sees what that costs.
         link: publications can be held back, for benchmarks on one GPU.
         window: boxes in flight before the polls are over. weights: they are read; without, results are garbage, and a
             benchmark sees what reading them costs.
@@ -370,7 +373,7 @@ def kernel_variant(
             *(["unread"] if boxed and not weights else []),
             *(["", "bf16", "fp32"][deferred : deferred + 1] if deferred else []),
             *([transport] if talks else []),
-            *([] if fences else ["unfenced"]),
+            *([] if credits else ["uncredited"]),
             *(["link"] if link else []),
         ]
     )
@@ -403,7 +406,7 @@ def kernel_variant(
             "K3_MULTICAST": transport == "multicast",
             "K3_DEFERRED": deferred,
             "K3_WHOLE": entry is Entry.tail_whole,
-            "K3_FENCES": fences,
+            "K3_CREDITS": credits,
             "K3_LINK": link,
         },
     )
@@ -452,10 +455,10 @@ class Arguments(ctypes.Structure):
 
     _fields_ = (
         ("boxes", ctypes.c_uint64 * 16),
-        *((name, ctypes.c_uint64 * MAX_WORLD) for name in ("latent", "shared", "gather")),
+        *((name, ctypes.c_uint64 * MAX_WORLD) for name in ("latent", "shared", "gather", "credits")),
         *((name, ctypes.c_uint64) for name in ("latent_all", "gather_all", "own_latent", "own_shared", "own_gather")),
         *((name, ctypes.c_uint64) for name in ("counters", "record", "partials", "squares")),
-        *((name, ctypes.c_uint64) for name in ("region_bytes", "deadline_ns")),
+        *((name, ctypes.c_uint64) for name in ("region_bytes", "gather_bytes", "deadline_ns")),
         *((name, ctypes.c_uint64) for name in ("routed", "index", "expert_weights", "shared_rows", "norm", "weight")),
         *((name, ctypes.c_uint64) for name in ("residual", "bias", "out", "next_norm", "normed")),
         *((f"{name}_stride", ctypes.c_int64) for name in ("routed", "shared", "weight", "residual")),
@@ -464,7 +467,7 @@ class Arguments(ctypes.Structure):
         ("scale", ctypes.c_float),
         ("eps", ctypes.c_float),
         ("link_cycles", ctypes.c_uint32),
-        ("spare", ctypes.c_uint32 * 4),
+        ("spare", ctypes.c_uint32 * 2),
     )
 
 
@@ -478,15 +481,17 @@ class LaneAddresses:
 
     Attributes:
         latent, shared, gather: in the memory of rank p, this rank's own slot of row 0 (and region 0).
+        credits: in the memory of rank p, this rank's word.
         latent_all, gather_all: the same on the multicast address; 0 without.
         own_latent, own_shared, own_gather: in this rank's memory, row 0 of region 0.
         counters: this rank's, COUNTER_BYTES zeros.
-        region_bytes: from a region to the next one.
+        region_bytes: from a region to the next one. gather_bytes: from the first gather mailbox to the second.
     """
 
     latent: tuple[int, ...]
     shared: tuple[int, ...]
     gather: tuple[int, ...]
+    credits: tuple[int, ...]
     latent_all: int
     gather_all: int
     own_latent: int
@@ -494,6 +499,7 @@ class LaneAddresses:
     own_gather: int
     counters: int
     region_bytes: int
+    gather_bytes: int
 
     @classmethod
     def of(
@@ -506,6 +512,7 @@ class LaneAddresses:
         gather: int,
         counters: int,
         region_bytes: int,
+        gather_bytes: int,
         latent_size: int,
         columns: int,
         multicast: int = 0,
@@ -517,22 +524,23 @@ class LaneAddresses:
             rank: this rank.
             blocks: address of each rank's block. multicast: of all of them; 0 without.
             latent, shared, gather, counters: bytes from there; of region 0 (`MailboxLayout`).
-            region_bytes: from a region to the next one.
+            region_bytes, gather_bytes: from a region to the next one, and from the first gather mailbox to the second.
             latent_size, columns: L and H/W.
             loopback: this rank stands for all of them: what it sends to rank p goes into its own memory, as rank p's.
                 For tests and benchmarks on one GPU.
         """
         own = blocks[rank]
 
-        def slots(part: int, width: int) -> tuple[int, ...]:
+        def slots(part: int, nbytes: int) -> tuple[int, ...]:
             if loopback:
-                return tuple(own + part + 2 * width * p for p in range(len(blocks)))
-            return tuple(block + part + 2 * width * rank for block in blocks)
+                return tuple(own + part + nbytes * p for p in range(len(blocks)))
+            return tuple(block + part + nbytes * rank for block in blocks)
 
         return cls(
-            latent=slots(latent, latent_size),
-            shared=slots(shared, columns),
-            gather=slots(gather, columns),
+            latent=slots(latent, 2 * latent_size),
+            shared=slots(shared, 2 * columns),
+            gather=slots(gather, 2 * columns),
+            credits=slots(counters + CREDITS, 8),
             latent_all=multicast and multicast + latent + 2 * latent_size * rank,
             gather_all=multicast and multicast + gather + 2 * columns * rank,
             own_latent=own + latent,
@@ -540,13 +548,14 @@ class LaneAddresses:
             own_gather=own + gather,
             counters=own + counters,
             region_bytes=region_bytes,
+            gather_bytes=gather_bytes,
         )
 
 
 # Time-outs
 
 
-PHASES: Final = {1: "completion", 2: "latent", 3: "shared", 4: "partials", 5: "gather"}
+PHASES: Final = {1: "completion", 2: "latent", 3: "shared", 4: "partials", 5: "gather", 6: "credit"}
 """`enum Phase` of mailbox.cuh."""
 
 OPERATIONS: Final = {1: "moe_tail"}
@@ -640,8 +649,8 @@ class TailKernels:
         deferred: dtypes of expert weights that `__call__` will be given.
         forms: what `__call__` will be asked for.
         settings: `pdl` and `poll_deadline` count, and where kernels are cached.
-        fences, link_cycles, window, weights: for benchmarks; the module's docstring, by how many cycles a publication
-            is held back, and `kernel_variant`.
+        credits, link_cycles, window, weights: for benchmarks; `kernel_variant`, and by how many cycles a publication
+            is held back.
 
     Attributes:
         record: int32 [RECORD_WORDS], pinned: see `Expired`.
@@ -661,7 +670,7 @@ class TailKernels:
         deferred: Sequence[torch.dtype] = (torch.bfloat16, torch.float32),
         forms: Sequence[Form] = (Form.SPLIT, Form.WHOLE),
         settings: Settings | None = None,
-        fences: bool = True,
+        credits: bool = True,
         link_cycles: int = 0,
         window: int = WINDOW,
         weights: bool = True,
@@ -671,7 +680,7 @@ class TailKernels:
         self.rank = rank
         self.device = device
         self.record = torch.zeros(RECORD_WORDS, dtype=torch.int32, pin_memory=True)
-        options: dict[str, Any] = {"transport": transport, "fences": fences, "link": link_cycles > 0}
+        options: dict[str, Any] = {"transport": transport, "credits": credits, "link": link_cycles > 0}
         options |= {"window": window, "weights": weights}
 
         def launch(entry: Entry, grid: int, block: int, shared: int = 0, **kind: Any) -> Launch:
@@ -715,7 +724,9 @@ class TailKernels:
         self, lane: LaneAddresses, workspace: Tensor, eps: float, deadline: float, link_cycles: int
     ) -> Arguments:
         given = attrs.asdict(lane)
-        lists = {name: (ctypes.c_uint64 * MAX_WORLD)(*given.pop(name)) for name in ("latent", "shared", "gather")}
+        lists = {
+            name: (ctypes.c_uint64 * MAX_WORLD)(*given.pop(name)) for name in ("latent", "shared", "gather", "credits")
+        }
         return Arguments(
             **lists,
             **given,

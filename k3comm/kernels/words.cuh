@@ -43,7 +43,16 @@ DEVICE void store_all(char* p, uint2 v) {
                :: "l"(p), "f"(__uint_as_float(v.x)), "f"(__uint_as_float(v.y)) : "memory");
 }
 #endif
-DEVICE void fence_sys() { asm volatile("fence.acq_rel.sys;" ::: "memory"); }
+// Empties a word that a peer writes next: a credit must cover it by then (mailbox.cuh).
+template <typename T> DEVICE void store_own(char* p, T v) { store_sys(p, v); }
+DEVICE void release_sys(u64* p, u64 v) {
+  asm volatile("st.release.sys.global.u64 [%0], %1;" :: "l"(p), "l"(v) : "memory");
+}
+DEVICE u64 acquire_sys(const u64* p) {
+  u64 v;
+  asm volatile("ld.acquire.sys.global.u64 %0, [%1];" : "=l"(v) : "l"(p) : "memory");
+  return v;
+}
 DEVICE void fence_alias() { asm volatile("fence.proxy.alias;" ::: "memory"); }
 
 // ---- between the CTAs of a rank ------------------------------------------------------------------------------------

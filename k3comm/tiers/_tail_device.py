@@ -167,6 +167,7 @@ class DeviceTail:
             gather=layout.gather(lane),
             counters=layout.counters(lane),
             region_bytes=layout.latent(lane, 1) - layout.latent(lane, 0),
+            gather_bytes=layout.gather_bytes,
             latent_size=layout.latent_size,
             columns=layout.columns,
         )

@@ -166,6 +166,7 @@ class Ranks:
                         gather=layout.gather(0),
                         counters=layout.counters(0),
                         region_bytes=layout.latent(0, 1) - layout.latent(0, 0),
+                        gather_bytes=layout.gather_bytes,
                         latent_size=layout.latent_size,
                         columns=layout.columns,
                     )
@@ -179,6 +180,7 @@ class Ranks:
 
     def fill(self, calls: int = 0) -> None:
         """Empties everything, as after `calls` calls."""
+        self.library.forget()
         for block in self.blocks:
             block.fill_(EMPTY & 0xFF)
             words = block[:COUNTER_BYTES].zero_().view(torch.int64)

@@ -24,6 +24,7 @@ from k3comm.buffers.mailbox import (
     ALIGNMENT,
     COUNTER_BYTES,
     EMPTY,
+    GATHERS,
     REGIONS,
     REPLACEMENT,
     MailboxLane,
@@ -98,7 +99,7 @@ def test_the_layout_is_as_drawn() -> None:
         for region in range(REGIONS):
             parts.append((plan.latent(lane, region), plan.latent_bytes))
             parts.append((plan.shared(lane, region), plan.shared_bytes))
-        parts.append((plan.gather(lane), plan.gather_bytes))
+        parts += [(plan.gather(lane, number), plan.gather_bytes) for number in range(GATHERS)]
     assert parts[0][0] == 0
     assert all(start % ALIGNMENT == 0 for start, _ in parts)
     # One after the other, without gaps.
@@ -107,7 +108,7 @@ def test_the_layout_is_as_drawn() -> None:
 
 def test_the_size_of_kimi_k3() -> None:
     spec = LatentMoESpec.kimi_k3()
-    per_row = 3 * (8 * 3584 + 7168) * 2 + 7168 * 2
+    per_row = 3 * (8 * 3584 + 7168) * 2 + 2 * 7168 * 2
     assert mailbox_bytes(spec, 8, 16) == 4096 + 16 * per_row
     assert mailbox_bytes(spec, 8, 16, lanes=2) == 2 * (4096 + 16 * per_row)
 
@@ -127,10 +128,10 @@ def test_sizes_never_overflow(fragments: int, latent: int, world_size: int, rows
         max_rows=rows,
         lanes=lanes,
     )
-    row = REGIONS * (world_size * plan.latent_size + plan.hidden_size) * 2 + 2 * plan.hidden_size
+    row = REGIONS * (world_size * plan.latent_size + plan.hidden_size) * 2 + GATHERS * 2 * plan.hidden_size
     least = lanes * (COUNTER_BYTES + rows * row)
-    assert least <= plan.nbytes < least + lanes * 7 * ALIGNMENT
-    assert plan.gather(lanes - 1) + plan.gather_bytes == plan.nbytes
+    assert least <= plan.nbytes < least + lanes * (2 * REGIONS + GATHERS) * ALIGNMENT
+    assert plan.gather(lanes - 1, GATHERS - 1) + plan.gather_bytes == plan.nbytes
 
 
 @pytest.mark.parametrize("limit", [2**31, 2**32, 2**63])

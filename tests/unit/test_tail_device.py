@@ -190,6 +190,7 @@ def test_how_the_kernels_are_made(noted: type[Noted]) -> None:
             gather=layout.gather(number),
             counters=layout.counters(number),
             region_bytes=layout.latent_bytes + layout.shared_bytes,
+            gather_bytes=layout.gather(number, 1) - layout.gather(number),
             latent_size=LATENT,
             columns=HIDDEN // WORLD,
         )

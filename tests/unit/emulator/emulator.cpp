@@ -5,6 +5,7 @@
 Fiber* current;
 ucontext_t scheduler;
 bool trapped;
+std::vector<Late> late[16];
 u64 ticks;
 
 // The declarations of shared memory in the source are replaced by these two.
@@ -65,6 +66,10 @@ struct Running {
   int delay = 0;
 };
 
+extern "C" void forget() {
+  for (auto& words : late) words.clear();
+}
+
 // 0: all ended. 1: a trap. 2: nobody gets any further.
 extern "C" int emulate(int ranks, int kernels, const Kernel* what, const unsigned char* arguments, int size,
                        unsigned seed, int skew, int silent) {
@@ -89,12 +94,15 @@ extern "C" int emulate(int ranks, int kernels, const Kernel* what, const unsigne
           rank.blocks.push_back(std::make_unique<Block>());
           Block* b = rank.blocks.back().get();
           b->threads = b->live = k.block;
+          // The first CTA is late more often: it has duties that no other one waits for.
+          if (skew && c == 0 && random() % 3 == 0) b->still = random() % 2000;
           b->memory.assign(k.shared + 128, (char)0xFF);  // NaN
           b->warps.resize((k.block + 31) / 32);
           for (int t = 0; t < k.block; t++) {
             auto f = std::make_unique<Fiber>();
             f->stack = std::make_unique<char[]>(32768);
             f->block = b;
+            f->rank = r;
             f->thread.x = t, f->cta.x = c, f->grid.x = k.grid;
             getcontext(&f->context);
             f->context.uc_stack.ss_sp = f->stack.get();

@@ -20,7 +20,6 @@ template <int ID> bool come(int threads) {
   named.generation++;
   return true;
 }
-template <int ID> void arrive_at(int threads) { come<ID>(threads); }
 template <int ID> void sync_at(int threads) {
   if (come<ID>(threads)) return;
   current->blocked = [](Fiber* f) { return f->block->named[ID].generation == f->seen; };

@@ -56,6 +56,7 @@ struct Fiber {
   ucontext_t context;
   std::unique_ptr<char[]> stack;
   Block* block;
+  int rank;
   dim thread, cta, grid;
   bool done = false;
   bool (*blocked)(Fiber*) = nullptr;  // what it waits for: not run before that is over
@@ -66,6 +67,8 @@ struct Fiber {
 extern Fiber* current;
 extern ucontext_t scheduler;
 extern bool trapped;
+struct Late { u32* to; u32 word; };
+extern std::vector<Late> late[16];  // by rank
 
 #define threadIdx (current->thread)
 #define blockIdx (current->cta)
@@ -179,8 +182,20 @@ template <typename T> T load_l2(const void* p, T) { aligned(p, sizeof(T)); retur
 inline u32 load_l2_u16(const void* p) { return at<uint16_t>(p); }
 inline uint4 load_weight(const void* p) { aligned(p, 16); return at<uint4>(p); }
 inline void prefetch_l2(const void*) {}
-inline void fence_sys() {}
 inline void fence_alias() {}
+// What a rank empties is seen by its peers late: as late as its next credit, and over whatever came there by then. What
+// counts for this rank itself, that the word is empty before it looks again, holds since a call lies between.
+template <typename T> void store_own(char* p, T v) {
+  aligned(p, sizeof(T));
+  for (size_t i = 0; i < sizeof(T) / 4; i++) late[current->rank].push_back({(u32*)p + i, ((u32*)&v)[i]});
+}
+inline void release_sys(u64* p, u64 v) {
+  for (auto [to, word] : late[current->rank]) *to = word;
+  late[current->rank].clear();
+  give_way();
+  *p = v;
+}
+inline u64 acquire_sys(const u64* p) { give_way(); return *p; }
 inline u64 acquire(const u64* p) { give_way(); return *p; }
 inline u32 acquire(const u32* p) { give_way(); return *p; }
 inline u32 load_gpu(const u32* p) { return *p; }
