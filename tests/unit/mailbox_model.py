@@ -12,12 +12,20 @@ breadth first, so that a counterexample is a shortest one.
   reached its trigger.
 - Completion: all steps are done but the `posted` ones, which land at any later time. Publications are posted: no proof
   needs a store to a peer to have landed when its kernel ends. Clearing is not: the proofs need that.
+- Weak clears: unless something orders them a clear is a store that peers' stores may overtake, long after its own rank
+  has gone on and published again. It is posted then, too. A step that `covers` calls, what a fence or a release comes
+  before, lands only after the clears of all of them. The rank itself does not see what it has cleared: all that it does
+  comes after it, by its completion word or the order of its kernels.
 - For ever: call numbers are kept relative to the slowest rank, by subtracting whole periods of the schedule. What is
   older than a period stays old and keeps its tag. So "holds" means for any number of calls.
+- Reduced: where a step in `eager` can run it is the only one that does. That is right for steps that stay possible, and
+  hinder and hide nothing: waits for what only grows or only this rank empties, and stores that break most if they land
+  at once. When clears take effect stays open. A counterexample need not be a shortest one then.
 - Joined: the polls, or the clears, of a kernel as one step. No failure is lost where nothing waits for one of them
   alone, since one that ran before a harmful store could as well have run with the last.
 
-Not in the model: caches, fences and any reordering of accesses to different words beyond `posted`; time and deadlines.
+Not in the model: caches, and any reordering of accesses to different words beyond `posted`, so no fence or acquire on
+the side of the reader; time and deadlines.
 A rank publishes to itself only with `own`. What it does with the data after a poll needs no step: peers write into
 empty words only, which is checked, and nobody but the rank itself empties them.
 
@@ -29,7 +37,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache, reduce
-from itertools import accumulate, count, groupby
+from itertools import accumulate, count, groupby, product
 from math import lcm
 from operator import or_
 from typing import Literal
@@ -62,13 +70,17 @@ class Broken:
 
 @attrs.frozen(eq=False)
 class Step:
-    """`bit` is its own, `after` the bits of the steps of this kernel that come before it."""
+    """`bit` is its own, `after` the bits of the steps of this kernel that come before it.
+
+    What is `covered` in all kernels of its rank with a number below `covers` comes before it as well.
+    """
 
     text: str
     run: Run
     bit: int
     after: int
     early: bool
+    covers: int
 
 
 @attrs.frozen
@@ -110,18 +122,21 @@ class Verdict:
 class Kernel:
     """The steps of one kernel, whose data has the number n.
 
-    It is complete with the steps in `must`, and lets the next one start after those in `trigger_after`.
+    It is complete with the steps in `must`, and lets the next one start after those in `trigger_after`. Those in
+    `covered` come before a later step that covers this kernel; those in `eager` a reduced search takes at once.
     """
 
     def __init__(self, n: int, trigger: Trigger) -> None:
         self.steps: list[Step] = []
-        self.must = self.trigger_after = 0
+        self.must = self.trigger_after = self.covered = self.eager = 0
         self.n, self.trigger = n, trigger
 
-    def step(self, text: str, run: Run, after: int = 0, *, early: bool = False, posted: bool = False) -> int:
+    def step(
+        self, text: str, run: Run, after: int = 0, *, early: bool = False, posted: bool = False, covers: int = 0
+    ) -> int:
         """Adds a step and returns its bit."""
         bit = 1 << len(self.steps)
-        self.steps.append(Step(text, run, bit, after, early))
+        self.steps.append(Step(text, run, bit, after, early, covers))
         self.must |= 0 if posted else bit
         return bit
 
@@ -145,11 +160,12 @@ class Kernel:
 
 @attrs.frozen(eq=False)
 class Move:
-    """A step that a rank may take next, of which kernel, and where the rank is then."""
+    """A step that a rank may take next, of which kernel, where the rank is then, and whether it is an eager one."""
 
     step: Step
     number: int
     local: Local
+    eager: bool
 
 
 class Model:
@@ -187,11 +203,15 @@ class Model:
         first, *masks = local
         found: list[Move] = []
         complete, running = True, 0  # all kernels before this one; how many of them are not
+        reached = first  # all that is covered in kernels below this number is done
         for j in count():
             kernel, mask = self.kernel(rank, first + j), masks[j] if j < len(masks) else 0
             for step in kernel.steps:
-                if not mask & step.bit and not step.after & ~mask and (complete or step.early):
-                    found.append(Move(step, first + j, self._after(rank, local, j, step.bit)))
+                ready = not step.after & ~mask and (complete or step.early) and step.covers <= reached
+                if ready and not mask & step.bit:
+                    after = self._after(rank, local, j, step.bit)
+                    found.append(Move(step, first + j, after, bool(kernel.eager & step.bit)))
+            reached += reached == first + j and not kernel.covered & ~mask
             waited, never_waits = complete, self.weak and all(step.early for step in kernel.steps)
             complete = (complete or never_waits) and not kernel.must & ~mask
             if not complete:
@@ -210,19 +230,18 @@ class Model:
         return (first, *masks)
 
     def _successors(self, state: State) -> Iterator[tuple[int, Move, State | Broken | None]]:
-        """Every move with what comes of it; a period is subtracted once every rank is past two."""
+        """Every move with what comes of it, or an eager one; a period is subtracted once every rank is past two."""
         memory, places = state
-        for rank, local in enumerate(places):
-            for move in self.moves(rank, local):
-                new = move.step.run(memory)
-                if isinstance(new, bytes):
-                    after = (*places[:rank], move.local, *places[rank + 1 :])
-                    if move.local[0] > 2 * self.period and all(one[0] > 2 * self.period for one in after):
-                        new = new.translate(self._older)
-                        after = tuple((one[0] - self.period, *one[1:]) for one in after)
-                    yield rank, move, (new, after)
-                else:
-                    yield rank, move, new
+        moves = [(rank, move, move.step.run(memory)) for rank, at in enumerate(places) for move in self.moves(rank, at)]
+        for rank, move, new in next(([one] for one in moves if one[1].eager and one[2] is not None), moves):
+            if isinstance(new, bytes):
+                after = (*places[:rank], move.local, *places[rank + 1 :])
+                if move.local[0] > 2 * self.period and all(one[0] > 2 * self.period for one in after):
+                    new = new.translate(self._older)
+                    after = tuple((one[0] - self.period, *one[1:]) for one in after)
+                yield rank, move, (new, after)
+            else:
+                yield rank, move, new
 
     def search(self) -> Verdict:
         """Goes through all states, or up to the first that breaks a property or in which nothing can move."""
@@ -305,9 +324,12 @@ def store(cell: int, value: int) -> Run:
     return on(cell, lambda _: value)
 
 
-def poll(cell: int, value: int, *, test: bool = True) -> Run:
-    """Waits until a word is not empty; it must then be the awaited one. Without `test` it is taken as it is."""
-    return on(cell, lambda old: old if old == value else None if test and not old else "wrong data")
+def poll(cell: int, value: int, *, test: bool = True, cleared: int = 0) -> Run:
+    """Waits until a word is not empty; it must then be the awaited one. Without `test` it is taken as it is.
+
+    A word of `cleared` or less is empty to this rank, which has cleared it, whether or not that has taken effect.
+    """
+    return on(cell, lambda old: old if old == value else None if test and old <= cleared else "wrong data")
 
 
 def match(cell: int, value: int, tag: Callable[[int], int], want: int) -> Run:
@@ -328,6 +350,16 @@ def read(cell: int, value: int) -> Run:
 def await_value(cell: int, value: int) -> Run:
     """Waits until a word has a value."""
     return on(cell, lambda old: old if old == value else None)
+
+
+def raise_to(cell: int, value: int) -> Run:
+    """Stores a count. One that a later store of its writer has overtaken changes nothing: a word keeps their order."""
+    return on(cell, lambda old: max(old, value))
+
+
+def await_count(cell: int, value: int) -> Run:
+    """Waits until a count has come to `value`."""
+    return on(cell, lambda old: old if old >= value else None)
 
 
 # The protocols
@@ -448,7 +480,10 @@ def tail(
     in_flight: int = 3,
     weak: bool = False,
     word: Literal["", "publishes", "all"] = "",
-    taken_at: Literal["start", "end"] = "start",
+    taken_at: Literal["start", "early", "end"] = "start",
+    visible: Literal["at once", "any time", "fence", "credit"] = "at once",
+    fault: Literal["", "sent early", "relaxed", "not awaited", "one less", "exact"] = "",
+    reduced: bool = False,
 ) -> Model:
     """The whole tail, layer after layer: all-reduce mailbox, projection, gather mailbox.
 
@@ -465,22 +500,34 @@ def tail(
         word: each layer ends by writing a completion word; the next "publishes" once it has seen it, or does "all"
             then.
         taken_at: with a word, a layer takes its number in one step at the "start", which its trigger follows unless
-            that is at the "top"; or it reads the number first and advances it at the "end".
+            that is at the "top"; or it reads the number first and advances it at the "end". "early": in one step
+            before its wait, and later kernels of the layer read it there; a trigger at the "top" follows that.
+        visible: when clears and re-arms take effect. "at once"; or they are weak, see the module, and do so at "any
+            time", or before what their rank publishes first in the next call, a "fence" being in between, or before its
+            "credit". That is a word for each ordered pair of ranks, which needs a completion word. Beside its other
+            work the last kernel of a call waits for the completion word of the call before, stores the call's number
+            with release in its credit on every peer, and waits until it has one itself from every peer; the call is
+            not complete before that. The first call finds the credits there. Not with `own`.
+        reduced: see the module; only for clears that are weak, with neither `early` nor a mistake in the numbers.
+        fault: of the credits. "sent early": without a look at the completion word, so it covers the calls before that
+            one only. "relaxed": a store that covers nothing. "not awaited": a call may be complete without the peers'
+            credits. "one less": those of the call before are enough. "exact": larger ones are not.
     """
     stages = launches.split()
     rows, size = max(m), len(stages)
     gather = W * R * W * rows
     finish = gather + W * depth * W * rows
+    weak_clears = visible != "at once"
     period = size * lcm(R, depth, len(m))
 
     def kernel(r: int, number: int) -> Kernel:
         layer, place = divmod(number - 1, size)
         n, stage = number - place, stages[place]
         live, past = (m[one % len(m)] for one in (layer, layer - 1))
-        peers = [p for p in range(W) if own or p != r]
+        peers, others = [p for p in range(W) if own or p != r], [p for p in range(W) if p != r]
         words = [(p, f) for f in range(live) for p in peers]
         k = Kernel(n, trigger if stage != "x" else trigger and "top")
-        taken = seen = reduced = polled = 0
+        taken = seen = summed = sent = polled = 0
 
         def partial(owner: int, source: int, f: int, back: int = 0) -> int:
             return ((owner * R + (layer - back) % R) * W + source) * rows + f
@@ -488,48 +535,77 @@ def tail(
         def output(owner: int, source: int, f: int) -> int:
             return gather + ((owner * depth + layer % depth) * W + source) * rows + f
 
+        def credit(owner: int, source: int) -> int:
+            return finish + 2 * W + owner * W + source
+
+        def take(cell: int) -> Run:
+            return poll(cell, n, cleared=n - size if weak_clears else 0)
+
         if stage == "x":
             k.step("is not ours", both(), early=True)
+        done, cell = finish + r, finish + W + r
         if word and "r" in stage:
-            done, cell = finish + r, finish + W + r
-            stepped = store(cell, n + size if taken_at == "start" else n)
-            taken = k.step("takes its number", both(read(cell, n), stepped))
+            stepped = store(cell, n if taken_at == "end" else n + size)
+            taken = k.step("takes its number", both(read(cell, n), stepped), early=taken_at == "early")
             seen = k.step("sees the completion word", await_value(done, n - size), taken)
+        elif taken_at == "early" and stage != "x":
+            taken = k.step("reads its number", read(cell, n + size), early=True)
         ready = seen if word == "all" else 0
         if "r" in stage:
             for p, f in words:
                 text, run = f"publishes partial row {f} to rank {p}", publish(partial(p, r, f), n)
-                k.step(text, run, seen, early=early == "reduce", posted=True)
-            takes = [(f"polls partial row {f} of rank {p}", poll(partial(r, p, f), n), ready) for p, f in words]
-            reduced = polled = k.group(takes, "polls partials" if joined else None)
-            back, newest, after, used = (1, n - size, ready, past) if clear == "lazy" else (0, n, reduced, live)
+                covers = n if visible == "fence" else 0
+                k.step(text, run, seen, early=early == "reduce", posted=True, covers=covers)
+            takes = [(f"polls partial row {f} of rank {p}", take(partial(r, p, f)), ready) for p, f in words]
+            summed = polled = k.group(takes, "polls partials" if joined else None)
+            back, newest, after, used = (1, n - size, ready, past) if clear == "lazy" else (0, n, summed, live)
             old = [(f"partial row {f} of rank {p}", partial(r, p, f, back)) for f in range(used) for p in peers]
             clears = [(f"clears {text}", wipe(cell, newest), after) for text, cell in old]
-            k.group(clears, "clears partials" if joined else None)
+            k.covered |= k.group(clears, "clears partials" if joined else None, posted=weak_clears)
         for p, f in words if "p" in stage else ():
-            k.step(f"publishes output row {f} to rank {p}", publish(output(p, r, f), n), reduced, posted=True)
+            k.step(f"publishes output row {f} to rank {p}", publish(output(p, r, f), n), summed, posted=True)
         if "g" in stage:
-            soon = early == "gather"
-            takes = [(f"polls output row {f} of rank {p}", poll(output(r, p, f), n), ready) for p, f in words]
+            soon, posted = early == "gather", late or weak_clears
+            takes = [(f"polls output row {f} of rank {p}", take(output(r, p, f)), ready) for p, f in words]
             wipes = [(f"re-arms output row {f} of rank {p}", wipe(output(r, p, f), n)) for p, f in words]
             if joined:
                 polled |= (bit := k.group(takes, "polls outputs", early=soon))
-                k.group([(*one, bit) for one in wipes], "re-arms outputs", early=soon, posted=late)
+                k.covered |= k.group([(*one, bit) for one in wipes], "re-arms outputs", early=soon, posted=posted)
             else:
-                for take, rearm in zip(takes, wipes, strict=True):
-                    polled |= (bit := k.step(*take, early=soon))
-                    k.step(*rearm, bit, early=soon, posted=late)
+                for one, rearm in zip(takes, wipes, strict=True):
+                    polled |= (bit := k.step(*one, early=soon))
+                    k.covered |= k.step(*rearm, bit, early=soon, posted=posted)
+        if visible == "credit" and "g" in stage:
+            # In a kernel of its own this runs from the start on: it needs nothing that the kernel before does.
+            soon, after, least = "r" not in stage, taken, n - size if fault == "one less" else n
+            if fault != "sent early":
+                after = seen or k.step("sees the completion word", await_value(done, n - size), taken, early=True)
+            covers = {"sent early": n - size, "relaxed": 0}.get(fault, n)
+            for p in others:
+                text, run = f"sends its credit to rank {p}", raise_to(credit(p, r), n)
+                sent |= k.step(text, run, after, early=soon, posted=True, covers=covers)
+            wait = await_value if fault == "exact" else await_count
+            waits = [(f"has the credit of rank {p}", wait(credit(r, p), least), after) for p in others]
+            k.group(waits, "has all credits" if joined else None, early=soon, posted=fault == "not awaited")
         if word and "g" in stage:
             if taken_at == "end":
-                k.step("advances the number", store(finish + W + r, n + size), k.must)
-            k.step("writes the completion word", store(finish + r, n), k.must)
+                k.step("advances the number", store(cell, n + size), k.must)
+            k.step("writes the completion word", store(done, n), k.must)
+        if reduced:
+            k.eager = (1 << len(k.steps)) - 1 & ~k.covered
+        k.covered |= sent
         k.place_trigger(polled)
-        if trigger == "wait" and taken_at == "start":
+        if (trigger, taken_at) in {("wait", "start"), ("top", "early")}:
             k.trigger_after = taken
         return k
 
-    marks = [period + 1 - size] * W + [period + 1] * W
-    memory = [0] * finish + (marks if word else [])
+    memory = [0] * finish
+    if weak_clears and clear == "lazy":  # what the first call clears is what a call before it left, as ever after
+        for owner, source, f in product(range(W), range(W), range(m[-1])):
+            memory[((owner * R + R - 1) * W + source) * rows + f] = (period + 1 - size) * (owner != source)
+    if word:
+        credits = [(period + 1) * (owner != source) for owner in range(W) for source in range(W)]
+        memory += [period + 1 - size] * W + [period + 1] * W + credits
     return Model(W, period, memory, kernel, launches=size, in_flight=in_flight, weak=weak)
 
 

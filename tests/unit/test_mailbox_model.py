@@ -31,6 +31,10 @@ SCHEDULES = {EVERY_3: "EVERY_3", EVERY_5: "EVERY_5", ABSENT_5: "ABSENT_5", ABSEN
 eager = partial(mailbox, R=2, clear="eager")
 foreign = partial(tail, launches="rpg x", trigger="wait")
 worded = partial(foreign, weak=True, word="all")
+fenced = partial(tail, launches="r pg", word="all", visible="fence")
+credited = partial(tail, launches="r pg", word="all", visible="credit", depth=2)
+# As the kernels do it: the number is taken, and the next kernel let go, before the wait.
+credited_early = partial(credited, trigger="top", taken_at="early")
 
 
 def title(protocol: Protocol) -> str:
@@ -53,6 +57,21 @@ RIGHT = {
     "tail, PDL before the re-arm": partial(tail, trigger="polls", m=(2,)),
     "tail, a foreign kernel that the wait reaches past": foreign,
     "tail, a completion word done whole": worded,
+    # Weak clears.
+    "tail, a fence before what is published": partial(fenced, trigger="wait"),
+    "tail, a fence before what is published, PDL before the re-arm": partial(fenced, trigger="polls"),
+    "tail, a fence before what is published, a foreign kernel": partial(
+        fenced, launches="r pg x", trigger="wait", weak=True
+    ),
+    "tail, a fence before what is published, three ranks": partial(
+        fenced, trigger="wait", W=3, joined=True, reduced=True
+    ),
+    "tail, credits": partial(credited, trigger="wait"),
+    "tail, credits, PDL before the re-arm": partial(credited, trigger="polls", reduced=True),
+    "tail, credits, PDL from the top, a foreign kernel": partial(
+        credited_early, launches="r pg x", weak=True, reduced=True
+    ),
+    "tail, credits, three ranks": partial(credited, trigger="wait", W=3, joined=True, reduced=True),
     "three regions, lazy": partial(mailbox),
     "three regions, lazy, rows in any sequence": partial(mailbox, m=EVERY_3),
     "three regions, lazy, also to itself": partial(mailbox, own=True, joined=True),
@@ -89,13 +108,13 @@ def test_right_protocols_hold(protocol: Protocol) -> None:
 
 @attrs.frozen
 class Failure:
-    """How a protocol fails: see `Verdict`; `step` begins the last step, or each of those that are stuck."""
+    """How a protocol fails: see `Verdict`; `step`, or one of several, begins the last step or each that is stuck."""
 
     protocol: Protocol
     kind: str
     steps: int
     gap: int | None
-    step: str
+    step: str | tuple[str, ...]
 
 
 WRONG = {
@@ -118,6 +137,28 @@ WRONG = {
     "a re-arm performed late": Failure(partial(tail, late=True), "not empty", 14, -1, "publishes output"),
     "a re-arm performed late, depth 2": Failure(
         partial(tail, late=True, depth=2), "not empty", 24, -2, "publishes output"
+    ),
+    # Weak clears that nothing bounds, or too late: a peer publishes into what is not empty yet.
+    "no credits": Failure(partial(credited, visible="any time"), "not empty", 28, -3, "publishes partial"),
+    "no fence": Failure(partial(fenced, visible="any time"), "not empty", 21, -1, "publishes output"),
+    "a fence, two regions": Failure(partial(fenced, R=2), "not empty", 16, -2, "publishes partial"),
+    "credits, two regions": Failure(partial(credited, R=2), "not empty", 16, -2, "publishes partial"),
+    "credits, gather depth 1": Failure(partial(credited, depth=1), "not empty", 25, -1, "publishes output"),
+    "a credit sent before the completion word is seen": Failure(
+        partial(credited, fault="sent early"), "not empty", 32, -3, "publishes partial"
+    ),
+    "a credit sent without release": Failure(
+        partial(credited, fault="relaxed"), "not empty", 36, -3, "publishes partial"
+    ),
+    "a credit that may come after the next publication": Failure(
+        partial(credited, fault="not awaited"), "not empty", 31, -3, "publishes partial"
+    ),
+    "the credit of the call before is enough": Failure(
+        partial(credited, fault="one less"), "not empty", 34, -3, "publishes partial"
+    ),
+    # The peer's next credit has overwritten it.
+    "a credit awaited by equality": Failure(
+        partial(credited, trigger="wait", fault="exact"), "deadlock", 28, 1, ("polls partial", "has the credit")
     ),
     # A row that only the larger call had is full when its region comes round.
     "this call's m": Failure(partial(mailbox, m=EVERY_3, fault="this m"), "not empty", 37, -3, "publishes row 1"),
@@ -216,6 +257,14 @@ def test_known_mistakes_are_found(failure: Failure) -> None:
     assert all(event.text.startswith(failure.step) for event in last), str(verdict)
 
 
+@pytest.mark.parametrize("fault", ["any time", "R", "depth", "sent early", "relaxed", "not awaited", "one less"])
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_a_reduced_search_finds_what_is_wrong_with_credits(fault: str, ranks: int) -> None:
+    wrong: dict[str, Any] = {"any time": {"visible": fault}, "R": {"R": 2}, "depth": {"depth": 1}}
+    verdict = credited_early(W=ranks, joined=ranks > 2, reduced=True, **wrong.get(fault, {"fault": fault})).search()
+    assert verdict.kind in {"not empty", "lost data"}, str(verdict)
+
+
 # Publishing before the wait: the fewest regions or slots that are enough, by the place of the trigger. No tail can
 # afford them. At the top three kernels are in flight.
 
@@ -287,6 +336,17 @@ HOLD = [
     *(partial(tail, R=2, launches=launches, m=(2,)) for launches in ("r pg", "r p g")),
     partial(tail, trigger="polls", m=(2,), weak=True),
     partial(worded, in_flight=5),
+    partial(worded, visible="fence"),
+    partial(fenced, trigger="wait", W=3, joined=True),
+    partial(fenced, trigger="wait", m=EVERY_3, reduced=True),
+    partial(credited, trigger="polls"),
+    partial(credited, launches="rpg"),
+    partial(credited, launches="rpg", m=(2, 1), reduced=True),
+    partial(credited, launches="r pg x", trigger="wait", weak=True),
+    partial(credited_early, launches="r pg x", weak=True, in_flight=5, reduced=True),
+    partial(credited, **three, trigger="polls", reduced=True),
+    partial(credited_early, **three, reduced=True),
+    partial(credited_early, **three, launches="r pg x", weak=True, reduced=True),
     partial(push, W=3, m=(1,)),
     partial(push, **three, m=EVERY_5),
     partial(push, **three, m=EVERY_5, trigger="top"),
@@ -389,6 +449,37 @@ def test_a_wait_reaches_past_a_kernel_that_never_waits_unless_weak(weak: bool, r
 
     model = Model(1, 1, [], kernel, weak=weak)
     assert {number for number, text in free(model, 0, 1) if text == "ours"} == {1} | reached
+
+
+def test_a_step_comes_after_what_it_covers_in_the_kernels_before() -> None:
+    def kernel(_: int, n: int) -> Kernel:
+        k = Kernel(n, None)
+        k.covered = k.step("clears", both(), posted=True)
+        k.step("goes on", both())
+        k.step("covers", both(), covers=n)
+        return k
+
+    model = Model(1, 1, [], kernel)
+    assert free(model, 6) == of(1, "clears") | of(2, "clears", "goes on")
+    assert free(model, 7) == of(2, "clears", "goes on", "covers")  # whatever its own kernel has cleared
+
+
+def test_a_reduced_search_takes_an_eager_step_alone_unless_it_has_to_wait() -> None:
+    def kernel(_: int, n: int) -> Kernel:
+        k = Kernel(n, None)
+        k.step("first", store(0, n))
+        k.eager = k.step("waits", poll(0, n))
+        k.step("other", both())
+        return k
+
+    model = Model(1, 1, [0], kernel)
+
+    def moves(memory: int) -> list[str]:
+        found = model._successors((bytes([memory]), ((2,),)))
+        return [move.step.text for _, move, new in found if new is not None]
+
+    assert moves(0) == ["first", "other"]
+    assert moves(2) == ["waits"]
 
 
 def test_a_search_sees_every_state() -> None:
