@@ -5,8 +5,10 @@ signal pad. Two names of equal width have two buffers: routed and shared never a
 the input is legal and none ever enters the choice of a tier: a layout is a matter of one rank.
 
 A buffer only grows in `reserve`, outside forwards, on all ranks at once. What it replaces is retired, never freed:
-captured graphs and kernels in flight still use it. As growth doubles, all retired blocks together are smaller than two
-of the one in use. In capture a miss raises; nothing here ever chooses another tier.
+captured graphs and kernels in flight still use it. Up to the ceiling growth doubles, since it is not known how far it
+will go. Who asks for more than the ceiling names a number, and gets that, not its double: the buffers are the largest
+there are, and a server asks once. Should it ask again, they double again, so however often it asks, all retired blocks
+together are smaller than three of the one in use. In capture a miss raises; nothing here ever chooses another tier.
 
 Decided against: one buffer per width (equal widths alias), freeing the old block when its views are dead (a graph holds
 addresses, not tensors), a cap on retired bytes (a cap that raises ends a server for a few bytes).
@@ -30,6 +32,10 @@ from k3comm.errors import CaptureError, ClosedError, InputError, NegotiationErro
 
 ALIGNMENT = 128
 """Bytes; of every buffer: what 16-byte vectors, TMA and cache lines ask for."""
+
+BEYOND_ROWS = 256
+"""What a number of rows above the ceiling is rounded up to a multiple of, so that asking for a row more is often free:
+at Kimi-K3's widths 5.5 MB a buffer."""
 
 PAD_BYTES_PER_RANK = 64
 """Of the signal pad: one cache line for the word of each rank."""
@@ -116,8 +122,11 @@ class StagingLayout:
         return self.pad(lane) + self.pad_bytes + sum(map(self.bytes_of, self.slots[:place]))
 
     def grown(self, rows: int, ceiling: int) -> StagingLayout:
-        """For at least `rows` rows: twice the rows, or more, but never above the ceiling."""
-        return attrs.evolve(self, rows=min(max(rows, 2 * self.rows), ceiling))
+        """For at least `rows` rows, of which there are fewer now; see `StagingPool.reserve` for the rule."""
+        if rows <= ceiling:
+            return attrs.evolve(self, rows=min(max(rows, 2 * self.rows), ceiling))
+        doubled = 2 * self.rows if self.rows > ceiling else 0
+        return attrs.evolve(self, rows=max(-(-rows // BEYOND_ROWS) * BEYOND_ROWS, doubled))
 
 
 @attrs.define(eq=False)
@@ -161,7 +170,7 @@ class StagingPool:
     Args:
         memory: mapped, of at least `offset + layout.nbytes` bytes. The pool releases it in `close`, unless `borrowed`.
         layout: what lies in it now.
-        ceiling: the most rows that `reserve` may ever give.
+        ceiling: the most rows that `reserve` gives, unless it is asked to go beyond.
         grow: collective; gives mapped memory of so many bytes, or, on every rank, the text that says why not
             (`establish` with a new memory).
         capturing: whether a CUDA graph is being captured now; None: never.
@@ -205,13 +214,13 @@ class StagingPool:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of this rank's block in use."""
-        return 0 if self._now is None else self._now.memory.nbytes
+        """Bytes of this rank's buffers in use, without what other tiers have in the same block."""
+        return 0 if self._now is None else self._now.layout.nbytes
 
     @property
     def retired_bytes(self) -> int:
-        """Bytes of the blocks that `reserve` has replaced, all kept."""
-        return sum(generation.memory.nbytes for generation in self._retired)
+        """Bytes of the buffers that `reserve` has replaced, all kept."""
+        return sum(generation.layout.nbytes for generation in self._retired)
 
     def stage(self, name: str, x: Tensor, *, lane: int = 0) -> Tensor:
         """Copies x [m, width], in any layout, into this rank's buffer.
@@ -257,19 +266,24 @@ class StagingPool:
         self._open()
         self._pads[lane].barrier(phase, self._poll_deadline)
 
-    def reserve(self, rows: int) -> None:
-        """Makes room for `rows` rows in every buffer. Collective, outside forwards, equal `rows` on every rank.
+    def reserve(self, rows: int, *, beyond: bool = False) -> None:
+        """Makes room for `rows` rows in every buffer. Collective, outside forwards, equal arguments on every rank.
 
-        Returns at once where there is room. Else the buffers at least double, clamped at the ceiling, and the old ones
-        are retired: their views stay what they are.
+        Returns at once where there is room. Else the old buffers are retired, whose views stay what they are, and the
+        new ones hold
+
+        - up to the ceiling: at least twice the rows of before, clamped at the ceiling;
+        - for more than the ceiling, which needs `beyond`: `rows`, rounded up to a multiple of `BEYOND_ROWS`; and if
+          those of before were above the ceiling already, at least twice theirs. So the first time costs what was asked
+          for, and whoever asks for one row more again and again retires a buffer only when it has doubled.
 
         Raises:
-            InputError: more rows than the ceiling.
+            InputError: more rows than the ceiling, without `beyond`.
             CaptureError: a graph is being captured.
             NegotiationError: on every rank alike, some rank has no memory; the buffers are as before.
         """
         current = self._open()
-        if type(rows) is not int or not 0 <= rows <= self.ceiling:
+        if type(rows) is not int or rows < 0 or (rows > self.ceiling and not beyond):
             raise InputError(f"reserve: {rows!r} rows given; accepted are 0 to {self.ceiling} (max_tokens)")
         if self._capturing():
             raise CaptureError("reserve: it is collective and allocates; call it before the capture, not in it")

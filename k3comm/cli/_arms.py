@@ -68,6 +68,7 @@ class Arm:
         run: (inputs, residual, layer) -> [m, H].
         most_rows: the rows that it can take.
         kernels: parts of names of which one must be in a census of a GPU; none known if empty.
+        shared_bytes: of the memory that this rank shares for it; None if it can't be told.
     """
 
     name: str
@@ -77,6 +78,7 @@ class Arm:
     run: Callable[[Inputs, Tensor, int], Tensor]
     most_rows: int = UNLIMITED
     kernels: tuple[str, ...] = ()
+    shared_bytes: int | None = 0
 
     def engagement(self, counted: Mapping[str, int]) -> tuple[int, dict[str, int]]:
         """How many whole calls the counts make, and what was engaged beside them."""
@@ -164,7 +166,7 @@ def tier_arms(comm: Communicator, layers: Layers, *, graph: bool, engaged: Count
         comm.moe_tail(layer_index=layer, norm_weight=layers.norm_weight, up_weight=weight)
         for layer, weight in enumerate(layers.up_weights)
     ]
-    arms = []
+    arms, memory = [], comm.memory()
     for tier, most in comm.agreement.capacities.items():
         _count_runs(comm._tier(tier), engaged)
 
@@ -183,7 +185,8 @@ def tier_arms(comm: Communicator, layers: Layers, *, graph: bool, engaged: Count
                 engages={tier.name: 1},
                 run=run,
                 most_rows=most,
-                kernels=("nccl",) if library else (),
+                kernels=("nccl", "lane_one_shot") if library else (),
+                shared_bytes=sum(nbytes for owner, nbytes in memory.items() if owner.startswith(f"{tier.name}: ")),
             )
         )
     return arms
@@ -281,6 +284,7 @@ class Rivals:
             run=run,
             most_rows=most,
             kernels=("one_shot",),
+            shared_bytes=block.numel() * block.element_size(),
         )
 
     def _flashinfer(self, why: str) -> list[Arm]:
@@ -347,7 +351,16 @@ class Rivals:
             return summed(partial)
 
         engages = {"flashinfer allreduce_fusion": 2}
-        arms = [Arm(name=names[0], engages=engages, run=overlapped, most_rows=FLASHINFER_ROWS, kernels=("allreduce",))]
+        arms = [
+            Arm(
+                name=names[0],
+                engages=engages,
+                run=overlapped,
+                most_rows=FLASHINFER_ROWS,
+                kernels=("allreduce",),
+                shared_bytes=None,
+            )
+        ]
         if spec.hidden_size % self.comm.world_size == 0:
             arms.append(attrs.evolve(arms[0], name=names[1], run=folded))
         return arms

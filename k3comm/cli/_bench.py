@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import platform
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -30,6 +31,10 @@ from k3comm.tiers import Tier
 
 DECODE_ROWS = 64
 """Rows up to which the selected tier is that of a decode forward, in a graph on a GPU; beyond, that of a prefill."""
+TRIAL_PASSES = 2
+"""Passes by which it is found out how many fit into `Options.seconds`."""
+LEAST_PASSES = 3
+"""Passes in a repetition, however little time there is: a median has to leave out an outlier on either side."""
 WORST = 10**9
 """The largest error that ranks tell each other, in billionths; also what one that is not finite counts as."""
 
@@ -45,6 +50,11 @@ class Options:
         rivals: whether to measure what else can be had.
         layers, repeats, replays: layers in a pass, repetitions, passes in each.
         census: whether to count what runs on the device.
+        seconds: what the repetitions of an arm may take at one size together, by fewer passes in each; None: no limit.
+            `LEAST_PASSES` are made in any case.
+        memory: whether to find out what memory the arms take.
+        reserve: whether tiers that stage rows make room for the largest size first (`Communicator.reserve`).
+        decode_rows: rows up to which the selected tier is that of a decode forward.
         seed: of the data.
         command: how it was asked for.
     """
@@ -57,6 +67,10 @@ class Options:
     repeats: int
     replays: int
     census: bool = False
+    seconds: float | None = None
+    memory: bool = False
+    reserve: bool = False
+    decode_rows: int = DECODE_ROWS
     seed: int = 1
     command: str = ""
 
@@ -69,6 +83,8 @@ class _Timed:
     error: float
     chained: Pass
     isolated: Pass
+    replays: int = 0
+    extra_bytes: int | None = None
     chained_us: list[float] = attrs.field(factory=list)
     isolated_us: list[float] = attrs.field(factory=list)
     counted: Counter[str] = attrs.field(factory=Counter)
@@ -87,6 +103,8 @@ def measure(options: Options, group: dist.ProcessGroup, device: torch.device | s
     if dist.get_world_size(group) < 2:
         raise InputError("bench: a group of 1 rank given; accepted are 2 or more, since one has nobody to talk to")
     with Communicator.negotiate(options.spec, group, device=device) as comm:
+        if options.reserve:
+            comm.reserve(options.rows[-1])
         return _Run(options, comm, group).results()
 
 
@@ -155,10 +173,11 @@ class _Run:
             selected={rows: self._selected(rows) for rows in options.rows},
             left_out=self._left_out,
             failures=tuple(self._failures),
+            shared_bytes={arm.name: arm.shared_bytes for arm in self._arms} if options.memory else {},
         )
 
     def _selected(self, rows: int) -> Tier:
-        decode = rows <= DECODE_ROWS
+        decode = rows <= self._options.decode_rows
         return self._comm.explain(rows, graph=decode and self._graph, decode=decode).tier
 
     def _size(self, rows: int, advance: Callable[[int], None]) -> list[Measurement]:
@@ -169,6 +188,8 @@ class _Run:
             if rows > arm.most_rows:
                 self._left_out[f"{arm.name} from {arm.most_rows + 1} rows"] = f"it takes {arm.most_rows}"
         timed = [one for arm in arms if (one := self._checked(arm, inputs)) is not None]
+        for one in timed:
+            one.replays = self._passes_that_fit(one)
         advance(len(arms))
         empty = GraphPass(None, inputs.residual, self._options.layers, self._fill) if self._graph else None
         for repeat in range(self._options.repeats):
@@ -176,16 +197,29 @@ class _Run:
             idle = empty.sample(self._options.replays) if empty is not None else 0.0
             for one in timed if repeat % 2 == 0 else reversed(timed):
                 with self._counting(one):
-                    one.chained_us.append(self._sample(one.chained))
-                    one.isolated_us.append(self._sample(one.isolated) - idle)
+                    one.chained_us.append(self._sample(one.chained, one.replays))
+                    one.isolated_us.append(self._sample(one.isolated, one.replays) - idle)
                 advance(1)
             advance(len(arms) - len(timed))
         measured = [self._measurement(one, rows) for one in timed]
         return [one for one in measured if one is not None]
 
-    def _sample(self, one: Pass) -> float:
+    def _sample(self, one: Pass, replays: int) -> float:
         self._ranks.meet()
-        return one.sample(self._options.replays)
+        return one.sample(replays)
+
+    def _passes_that_fit(self, one: _Timed) -> int:
+        """How many passes each repetition of an arm has: the same on every rank, by the slowest rank's trial."""
+        options = self._options
+        if options.seconds is None:
+            return options.replays
+        started = time.perf_counter()
+        with self._counting(one):
+            for each in (one.chained, one.isolated):
+                self._sample(each, TRIAL_PASSES)
+        (us,) = self._ranks.largest([max(1, round((time.perf_counter() - started) * 1e6))])
+        fit = options.seconds * 1e6 * TRIAL_PASSES / (us * options.repeats)
+        return min(options.replays, max(LEAST_PASSES, int(fit)))
 
     # ---- what an arm has to be
 
@@ -243,7 +277,21 @@ class _Run:
         if absent >= 0:
             self._fail(arm, inputs.rows, f"no kernel is called like {' or '.join(arm.kernels)} (rank {absent})")
             return None
+        one.extra_bytes = self._extra_bytes(arm, inputs)
         return one
+
+    def _extra_bytes(self, arm: Arm, inputs: Inputs) -> int | None:
+        """`Measurement.extra_bytes`, of one more eager call, when what libraries keep for good is there. Collective."""
+        if not self._options.memory:
+            return None
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        out = arm.run(inputs, inputs.residual, 0)
+        torch.cuda.synchronize()
+        mine = torch.cuda.max_memory_allocated() - before - out.numel() * out.element_size()
+        (most,) = self._ranks.largest([max(0, mine)])
+        return most
 
     def _between(self) -> None:
         self._fill()
@@ -292,6 +340,8 @@ class _Run:
             engaged=calls,
             calls=one.calls,
             census=one.census,
+            replays=one.replays if one.replays < self._options.replays else None,
+            extra_bytes=one.extra_bytes,
         )
 
     def _census(self, run: Callable[[], object], one: _Timed) -> dict[str, int]:

@@ -3,8 +3,11 @@
 {"schema": 1, "date": ..., "command": ..., "family": "sm90", "world_size": 2, "device": ..., "versions": {...},
  "hidden": 7168, "latent": 3584, "dtype": "bfloat16", "graph": true, "layers": 8, "repeats": 5, "replays": 200,
  "measurements": [{"arm": ..., "tier": ..., "numerics": ..., "rows": 1, "chained_us": [...], "isolated_us": [...],
-                   "error": 2.1e-3, "engaged": 4800, "calls": 4800, "census": {...}}, ...],
- "selected": {"1": "TAIL_FUSION", ...}, "left_out": {arm: why}, "failures": [...]}
+                   "error": 2.1e-3, "engaged": 4800, "calls": 4800, "census": {...}, "replays": null,
+                   "extra_bytes": null, "over_rival": {"chained": 0.9, "isolated": 0.9}}, ...],
+ "selected": {"1": "TAIL_FUSION", ...}, "left_out": {arm: why}, "failures": [...], "shared_bytes": {arm: bytes}}
+
+"over_rival" is computed from the rest and not read back; "replays", "extra_bytes" and "shared_bytes" may be absent.
 """
 
 from __future__ import annotations
@@ -41,6 +44,9 @@ class Measurement:
         error: rms(out - x) / rms(x - residual), x in float64, of the rows that were checked before anything was timed.
         engaged, calls: how often what the arm is named after really ran, and how often it was called.
         census: what ran on the device in one pass through the layers, by name, where it was asked for.
+        replays: the passes in each repetition, where a limit of time made them fewer than the run's; None elsewhere.
+        extra_bytes: what a call takes from torch's allocator at most, beside its inputs and its result, on the rank
+            that takes most; None where it was not asked for, and on CPU, where no allocator tells.
     """
 
     arm: str
@@ -53,6 +59,8 @@ class Measurement:
     engaged: int
     calls: int
     census: Mapping[str, int] = attrs.field(factory=dict)
+    replays: int | None = None
+    extra_bytes: int | None = None
 
     @property
     def chained(self) -> float:
@@ -72,7 +80,12 @@ class Measurement:
 
 @attrs.frozen(kw_only=True)
 class Results:
-    """One run of the bench; the attributes are the file's keys (module docstring)."""
+    """One run of the bench; the attributes are the file's keys (module docstring).
+
+    Attributes:
+        shared_bytes: of the memory that ranks share for an arm as long as it can run, on each rank, by arm; None where
+            it can't be told; empty where it was not asked for.
+    """
 
     date: str
     command: str
@@ -91,11 +104,35 @@ class Results:
     selected: Mapping[int, Tier] = attrs.field(factory=dict)
     left_out: Mapping[str, str] = attrs.field(factory=dict)
     failures: tuple[str, ...] = ()
+    shared_bytes: Mapping[str, int | None] = attrs.field(factory=dict)
 
     @property
     def short(self) -> bool:
-        """Whether too little was measured for a figure that is quoted."""
+        """Whether too little was measured for some figure that is quoted."""
+        return self._short or any(map(self.rests_on_few, self.measurements))
+
+    @property
+    def _short(self) -> bool:
         return self.repeats < ENOUGH_REPEATS or self.replays < ENOUGH_REPLAYS or self.layers < ENOUGH_LAYERS
+
+    def passes(self, one: Measurement) -> int:
+        """Passes through the layers in each repetition of a measurement."""
+        return self.replays if one.replays is None else one.replays
+
+    def rests_on_few(self, one: Measurement) -> bool:
+        """Whether too little was measured for this one to be quoted."""
+        return self._short or self.passes(one) < ENOUGH_REPLAYS
+
+    def over_rival(self, one: Measurement, figure: str = "chained") -> float | None:
+        """Its time over that of the fastest rival at that number of rows: below 1 it is faster; None without rivals.
+
+        Args:
+            figure: "chained" or "isolated".
+        """
+        rivals = [
+            getattr(other, figure) for other in self.measurements if other.tier is None and other.rows == one.rows
+        ]
+        return float(getattr(one, figure) / min(rivals)) if rivals else None
 
     @property
     def rows(self) -> tuple[int, ...]:
@@ -115,16 +152,24 @@ class Results:
         """In one line, where the figures come from."""
         versions = ", ".join(f"{name} {version}" for name, version in self.versions.items())
         how = "CUDA graph replay" if self.graph else "wall clock"
+        least = min(map(self.passes, self.measurements), default=self.replays)
+        passes = str(self.replays) if least == self.replays else f"{least} to {self.replays}"
         return (
             f"{self.date}, {self.world_size} x {self.device}, H {self.hidden}, L {self.latent}, {self.dtype}, {how}, "
-            f"{self.repeats} x {self.replays} passes through {self.layers} layers"
+            f"{self.repeats} x {passes} passes through {self.layers} layers"
             f"{' (a short run)' if self.short else ''}; {versions}"
         )
 
     def to_dict(self) -> dict[str, Any]:
         """The file's content."""
         found = {field.name: getattr(self, field.name) for field in attrs.fields(Results)}
-        found["measurements"] = [_measurement_dict(one) for one in self.measurements]
+        found["measurements"] = [
+            {
+                **_measurement_dict(one),
+                "over_rival": {figure: self.over_rival(one, figure) for figure in ("chained", "isolated")},
+            }
+            for one in self.measurements
+        ]
         found["selected"] = {str(rows): tier.name for rows, tier in self.selected.items()}
         return {"schema": SCHEMA, **found, "short": self.short}
 
@@ -177,6 +222,10 @@ def parse_results(document: Any, source: str) -> Results:
         selected=selected,
         left_out=reader.texts(document, "left_out"),
         failures=tuple(reader.kind("failures", one, str) for one in reader.get(document, "failures", list)),
+        shared_bytes={
+            arm: None if nbytes is None else reader.nbytes(f"shared_bytes.{arm}", nbytes)
+            for arm, nbytes in reader.kind("shared_bytes", document.get("shared_bytes", {}), dict).items()
+        },
     )
 
 
@@ -228,6 +277,8 @@ def _measurement(reader: _Reader, one: Any) -> Measurement:
         engaged=reader.count(one, "engaged"),
         calls=reader.count(one, "calls"),
         census={name: reader.count(one["census"], name) for name in reader.get(one, "census", dict)},
+        replays=None if one.get("replays") is None else reader.count(one, "replays"),
+        extra_bytes=None if one.get("extra_bytes") is None else reader.nbytes("extra_bytes", one["extra_bytes"]),
     )
 
 
@@ -255,6 +306,11 @@ class _Reader:
         value: int = self.get(table, name, int)
         if value < 1:
             raise self.error(name, value, "whole numbers from 1")
+        return value
+
+    def nbytes(self, name: str, value: Any) -> int:
+        if type(value) is not int or value < 0:
+            raise self.error(name, value, "whole numbers of bytes from 0")
         return value
 
     def texts(self, table: Mapping[str, Any], name: str) -> dict[str, str]:

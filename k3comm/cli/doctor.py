@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING
 from k3comm.cli import _choice, _console
 from k3comm.errors import InputError, K3CommError
 from k3comm.negotiate.decide import MAX_RANKS, Decision, name_ranks
+from k3comm.negotiate.report import not_run
 from k3comm.settings import MAX_SECONDS, Settings, launched, meeting_place, quiet_torch
 from k3comm.spec import LatentMoESpec, ParallelLayout
 from k3comm.tiers import UNLIMITED, Tier, Windows, choose_windows, load_windows
@@ -128,7 +129,7 @@ def _alone(arguments: argparse.Namespace) -> Checkup:
         facts=[facts_of(facts)],
         tiers=tiers_alone(facts, proposal),
         windows=f"{windows.source} ({windows.family})",
-        notes=notes,
+        notes=[*notes, *not_run(device)],
         required=tuple(arguments.require),
     )
 
@@ -254,7 +255,7 @@ def examine(
             facts=facts,
             tiers=tiers_agreed(report.decision),
             windows=f"{report.windows.source} ({report.windows.family})",
-            notes=[report.windows_warning] if report.windows_warning else [],
+            notes=[*([report.windows_warning] if report.windows_warning else []), *not_run(device)],
             pairs=pairs,
             vote_us=votes,
             required=tuple(required),

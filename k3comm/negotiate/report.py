@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Final
 
 import attrs
 
@@ -12,9 +12,13 @@ from k3comm.facts import Facts
 from k3comm.negotiate.decide import Decision, name_ranks
 from k3comm.settings import Settings
 from k3comm.spec import LatentMoESpec, ParallelLayout
-from k3comm.tiers import UNLIMITED, Numerics, Tier, Windows
+from k3comm.tiers import UNLIMITED, Numerics, Tier, Windows, plugins
 
 _log = logging.getLogger("k3comm")
+
+NOT_RUN: Final = "multicast"
+"""The transport that this project has never run on hardware: NVLink multicast stays off on the machines that it is
+developed on. A tier over it checks itself wherever it is armed, as every tier does."""
 
 
 @attrs.frozen(kw_only=True)
@@ -77,7 +81,7 @@ class Report:
                     decision.refusal(tier),
                 )
             )
-        return "\n".join([*lines, *("  " + line for line in table(rows))])
+        return "\n".join([*lines, *("  " + line for line in (*table(rows), *not_run(self.facts.device)))])
 
     def to_dict(self) -> dict[str, Any]:
         """The same as plain values that `json.dumps` takes."""
@@ -116,6 +120,7 @@ class Report:
                 tier.name: {
                     "capacity": self.decision.capacities.get(tier, 0),
                     "numerics": self.numerics[tier].value if tier in self.numerics else None,
+                    "not_run_on_hardware": not_run_of(tier),
                     "refusals": [
                         {"rank": one.rank, "reason": one.verdict.reason.name, "text": str(one.verdict)}
                         for one in self.decision.refusals
@@ -186,6 +191,25 @@ def announce(report: Report) -> None:
             )
         else:
             _log.debug("%s: not %s: %s", report.name, tier.name, decision.refusal(tier))
+
+
+def not_run(device: str) -> list[str]:
+    """What has to be known of tiers that never ran on hardware, a line each; none for ranks on CPU, who lack it all.
+
+    Args:
+        device: the facts', "cpu" or "cuda".
+    """
+    found = {} if device == "cpu" else {tier: not_run_of(tier) for tier in Tier}
+    return [f"{tier.name} has not run on hardware{what}" for tier, what in found.items() if what]
+
+
+def not_run_of(tier: Tier) -> str:
+    """What of a tier that is part of this version never ran on hardware, to stand behind those words; "" if all did."""
+    plugin = plugins().get(tier)
+    if plugin is None or NOT_RUN not in plugin.transports:
+        return ""
+    others = " and ".join(sorted(plugin.transports - {NOT_RUN}))
+    return f" over {NOT_RUN}; over {others} it has" if others else f": it needs {NOT_RUN}, which none here has tried"
 
 
 def rows_text(capacity: int) -> str:

@@ -77,11 +77,13 @@ class StagedTier(LibraryTier):
         )
 
     def reserve(self, rows: int) -> int:
-        """Makes room for `rows` rows. Collective."""
-        # Past max_tokens too buffers double, or asking for one row more each time would retire one each time.
-        if rows > self._pool.ceiling:
-            self._pool.ceiling = 2 * rows
-        self._pool.reserve(rows)
+        """Makes room for `rows` rows, more than `max_tokens` too; the rows there are then. Collective.
+
+        The rule is `StagingPool.reserve`'s, with `max_tokens` for the ceiling: up to it the buffers at least double;
+        the first growth past it takes what is asked for (rounded up by less than `BEYOND_ROWS`), and further ones at
+        least double again.
+        """
+        self._pool.reserve(rows, beyond=True)
         return self._pool.rows
 
     def rearm(self) -> None:

@@ -217,10 +217,15 @@ def test_growth_is_by_reserve_alone(comm: Communicator) -> None:
     assert torch.equal(again, call(tail, comm, case, Tier.PEER_AR, part))
     comm.reserve(100)
     assert comm.memory() == after
-    comm.reserve(2049)  # past max_tokens they double as well
+    comm.reserve(2049)  # past max_tokens: as much as is asked for, in steps of 256
+    past = comm.memory()
+    assert past["PEER_AR: staging"] <= 2304 / 512 * after["PEER_AR: staging"]
     for rows in range(2050, 2060):
         comm.reserve(rows)
-    assert comm.agreement.capacities[Tier.PEER_AR] >= 2049
+    assert comm.memory() == past
+    assert comm.agreement.capacities[Tier.PEER_AR] == 2304
+    comm.reserve(2305)
+    assert comm.agreement.capacities[Tier.PEER_AR] == 2 * 2304
     assert comm.memory()["PEER_AR: staging, retired"] < 2 * comm.memory()["PEER_AR: staging"]
 
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from k3comm.buffers.alias import overlaps
 from k3comm.buffers.host import HostMemory
-from k3comm.buffers.staging import ALIGNMENT, Slot, StagingLayout, StagingPool, staging_bytes
+from k3comm.buffers.staging import ALIGNMENT, BEYOND_ROWS, Slot, StagingLayout, StagingPool, staging_bytes
 from k3comm.buffers.symmetric import SymmetricMemory, establish
 from k3comm.errors import CaptureError, ClosedError, InputError, NegotiationError, PeerTimeoutError
 from k3comm.negotiate.exchange import GroupExchange
@@ -337,6 +337,85 @@ def test_reserve_beyond_the_ceiling() -> None:
     for rows in (11, -1, 4.0):
         with pytest.raises(InputError, match=rf"^reserve: {rows} rows given; accepted are 0 to 10 \(max_tokens\)"):
             pool.reserve(rows)  # type: ignore[arg-type]
+
+
+def test_a_pool_counts_its_own_bytes_alone() -> None:
+    """Of a block that is lent, in which others have theirs, too."""
+    layout = StagingLayout(slots=(ROUTED,), rows=4, world_size=1)
+    (memory,) = mapped(1, layout.nbytes + 4096)
+    pool = StagingPool(memory, layout, ceiling=64, grow=lambda nbytes: mapped(1, nbytes)[0], offset=4096, borrowed=True)
+    assert (pool.nbytes, pool.retired_bytes) == (layout.nbytes, 0)
+    pool.reserve(5)
+    assert (pool.nbytes, pool.retired_bytes) == (layout.grown(5, 64).nbytes, layout.nbytes)
+    pool.close()
+    assert memory.nbytes > 0
+
+
+def test_beyond_the_ceiling_the_first_growth_takes_what_is_asked_for() -> None:
+    """And the next ones double, however little more is asked for: two buffers are retired for 600 rows, one by one."""
+    pool = pool_of(ROUTED, rows=1000, ceiling=1000)
+    sizes = [pool.nbytes]
+    for rows in range(1001, 1601):
+        before = pool.rows
+        pool.reserve(rows, beyond=True)
+        if pool.rows != before:
+            sizes.append(pool.nbytes)
+            assert pool.rows == {1000: 1024, 1024: 2048}[before], "1001 rows cost 1024, and no room for 2000"
+        assert torch.equal(pool.stage("routed", numbers(rows, 24)), numbers(rows, 24))
+    assert (len(sizes), pool.retired_bytes) == (3, sum(sizes[:-1]))
+    pool.reserve(9999, beyond=True)
+    assert pool.rows == 40 * BEYOND_ROWS, "more than the double: what is asked for again"
+    with pytest.raises(InputError, match=r"^reserve: 20000 rows given; accepted are 0 to 1000 \(max_tokens\)"):
+        pool.reserve(20000)
+    with pytest.raises(InputError, match=r"^reserve: -1 rows given"):
+        pool.reserve(-1, beyond=True)
+
+
+def test_below_the_ceiling_beyond_changes_nothing() -> None:
+    found = []
+    for beyond in (False, True):
+        pool = pool_of(ROUTED, rows=4, ceiling=20)
+        for rows in (5, 9, 17, 20):
+            pool.reserve(rows, beyond=beyond)
+            found.append(pool.rows)
+    assert found == [8, 16, 20, 20] * 2
+
+
+@given(
+    first=st.integers(1, 40),
+    ceiling=st.integers(1, 4000),
+    asked=st.lists(st.integers(1, 50_000), min_size=1, max_size=8),
+)
+def test_growth_wastes_little(first: int, ceiling: int, asked: list[int]) -> None:
+    """What is asked for fits; what is retired stays below three of what is used; the first step beyond is exact."""
+    layout = StagingLayout(slots=(ROUTED,), rows=min(first, ceiling), world_size=1)
+    retired = 0
+    for rows in asked:
+        if rows <= layout.rows:
+            continue
+        grown = layout.grown(rows, ceiling)
+        assert grown.rows >= rows
+        retired += layout.rows
+        assert retired < 3 * grown.rows
+        if layout.rows <= ceiling < rows:
+            assert grown.rows < rows + BEYOND_ROWS
+        else:
+            assert grown.rows >= min(2 * layout.rows, ceiling)
+        layout = grown
+
+
+def test_a_growth_that_fails_leaves_the_next_one_as_it_was() -> None:
+    """A number that no memory was found for is no reason to take more than a later, smaller one asks for."""
+    room = [False]
+    pool = pool_of(
+        ROUTED, rows=64, ceiling=64, grow=lambda nbytes: mapped(1, nbytes)[0] if room[0] else "there is no memory"
+    )
+    with pytest.raises(NegotiationError, match=r"^reserve: no staging buffers of 1000192 rows: there is no memory"):
+        pool.reserve(1_000_000, beyond=True)
+    assert (pool.rows, pool.ceiling, pool.retired_bytes) == (64, 64, 0)
+    room[0] = True
+    pool.reserve(65, beyond=True)
+    assert pool.rows == BEYOND_ROWS
 
 
 def test_capture_neither_grows_nor_decides() -> None:

@@ -6,6 +6,7 @@ Nothing here depends on a time. The ranks patch modules of their own process, wh
 from __future__ import annotations
 
 import json
+import runpy
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -113,6 +114,70 @@ def _float32() -> tuple[str, ...]:
 
 def test_float32() -> None:
     assert run_ranks(_float32, 2) == [(), ()]
+
+
+# Limits of time, and memory
+
+
+def _limited(seconds: float) -> dict[str, Any]:
+    return run(rows=(2,), replays=5, seconds=seconds).to_dict()
+
+
+@pytest.mark.parametrize(("seconds", "passes"), [(1e-9, _bench.LEAST_PASSES), (1e9, 5)])
+def test_passes_are_as_many_as_fit(seconds: float, passes: int) -> None:
+    """And the same on every rank; what the trial ran is counted with the rest."""
+    found = [parse_results(json.loads(json.dumps(one)), "it") for one in run_ranks(_limited, 2, seconds)]
+    assert found[0].measurements == found[1].measurements
+    assert found[0].failures == ()
+    for one in found[0].measurements:
+        assert found[0].passes(one) == passes
+        assert one.replays == (None if passes == 5 else passes)
+        # A warm pass; the trial, and two repetitions, each chained and isolated; two layers.
+        assert one.engaged == one.calls == (1 + 2 * _bench.TRIAL_PASSES + 2 * 2 * passes) * 2
+    assert (f"2 x {passes} to 5 passes" in found[0].origin()) is (passes < 5)
+
+
+def _uneven() -> list[int]:
+    """A rank whose clock says that its trials took long."""
+    if dist.get_rank() == 1:
+        clock = _bench.time.perf_counter
+        starts = iter(range(10**9))
+        _bench.time = type("Slow", (), {"perf_counter": lambda: clock() + 100.0 * next(starts)})  # type: ignore[assignment]
+    results = run(rows=(2,), replays=5, seconds=60.0, rivals=False)
+    return [results.passes(one) for one in results.measurements]
+
+
+def test_the_slowest_rank_decides_how_many_passes_fit() -> None:
+    for passes in run_ranks(_uneven, 2):
+        assert passes
+        assert set(passes) == {_bench.LEAST_PASSES}
+
+
+def _with_memory(reserve: bool) -> dict[str, Any]:
+    return run(rows=(1, 300), spec=attrs.evolve(SPEC, max_tokens=300), memory=True, reserve=reserve).to_dict()
+
+
+@pytest.mark.parametrize("reserve", [False, True])
+def test_memory_and_room_for_the_largest_size(reserve: bool) -> None:
+    for given in run_ranks(_with_memory, 2, reserve):
+        results = parse_results(json.loads(json.dumps(given)), "it")
+        assert results.failures == ()
+        # On CPU staging starts with 256 rows of 64 + 32 elements, which are kept when more are reserved.
+        assert (results.at("PEER_AR", 300) is not None) is reserve
+        assert ("PEER_AR from 257 rows" in results.left_out) is not reserve
+        room = (300 + 256 if reserve else 256) * (64 + 32) * 2
+        assert 0 <= (results.shared_bytes["PEER_AR"] or 0) - room < 1024
+        assert results.shared_bytes["TAIL_FUSION"]
+        assert {results.shared_bytes[arm] for arm in (*RIVALS, "SEPARATE_REDUCE")} == {0}
+        assert all(one.extra_bytes is None for one in results.measurements), "on CPU no allocator tells"
+
+
+def _of_a_prefill() -> dict[int, Tier]:
+    return dict(run(decode_rows=0, tiers=(Tier.SEPARATE_REDUCE,), rivals=False).selected)
+
+
+def test_the_tier_of_a_prefill_at_every_size() -> None:
+    assert run_ranks(_of_a_prefill, 2) == [{1: Tier.TAIL_FUSION, 80: Tier.PEER_AR}] * 2  # the host's are of any phase
 
 
 # Runs that are not
@@ -269,7 +334,7 @@ class PlayedGraph:
 _engaged: list[Counter[str]] = []
 
 
-def _played(stale: bool) -> tuple[dict[str, Any], tuple[str, ...]]:
+def _played(stale: bool, **changes: Any) -> tuple[dict[str, Any], tuple[str, ...]]:
     _bench.uses_graphs = lambda comm: True
     _bench.GraphPass = PlayedGraph  # type: ignore[assignment,misc]
     PlayedGraph.stale = stale
@@ -281,8 +346,28 @@ def _played(stale: bool) -> tuple[dict[str, Any], tuple[str, ...]]:
         return [attrs.evolve(arm, kernels=()) for arm in makers(*given, **named)]
 
     _bench.tier_arms = made
-    results = run(rows=(2,))
+    results = run(rows=(2,), **changes)
     return results.to_dict(), results.failures
+
+
+def _played_with_memory() -> tuple[dict[str, Any], tuple[str, ...]]:
+    """On an allocator that says that a call takes its result, and 1000 bytes more on rank 0, 7000 on rank 1."""
+    result = 2 * SPEC.hidden_size * 2
+    for name, value in (
+        ("synchronize", None),
+        ("reset_peak_memory_stats", None),
+        ("memory_allocated", 10**6),
+        ("max_memory_allocated", 10**6 + result + (1000, 7000)[dist.get_rank()]),
+    ):
+        setattr(torch.cuda, name, lambda value=value: value)
+    return _played(False, memory=True)
+
+
+def test_what_a_call_takes_is_the_largest_rank_s() -> None:
+    for found, failures in run_ranks(_played_with_memory, 2):
+        assert failures == ()
+        assert {one["extra_bytes"] for one in found["measurements"]} == {7000}
+        assert {one["engaged"] for one in found["measurements"]} == {16}, "the call for it is none of the timed ones"
 
 
 def test_graphs() -> None:
@@ -361,6 +446,16 @@ def test_one_process_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     )
 
 
+def test_the_prefill_script_names_itself_then(capsys: pytest.CaptureFixture[str]) -> None:
+    script = Path(__file__).parents[2] / "benchmarks" / "prefill.py"
+    main = runpy.run_path(str(script))["main"]
+    assert main([]) == 2
+    assert capsys.readouterr().err == (
+        "prefill.py: started as one process; accepted are two or more, for example "
+        "torchrun --standalone --nproc-per-node 2 benchmarks/prefill.py\n"
+    )
+
+
 def _alone() -> str:
     try:
         run()
@@ -382,6 +477,10 @@ def test_a_group_of_one_is_refused() -> None:
         ["--rows", "1,,2"],
         ["--tiers", "TEER"],
         ["--repeats", "0"],
+        ["--seconds", "0"],
+        ["--seconds", "nan"],
+        ["--seconds", "3601"],
+        ["--seconds", "soon"],
         ["--device", "tpu"],
         ["--preset", "x"],
     ],
@@ -414,6 +513,61 @@ def test_the_tables(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixtu
     assert "census of TAIL_FUSION at 1 rows, 8 calls: 8 x a kernel" in lines
     assert not any("SHORT RUN" in line for line in lines)
     assert lines[-1] == "360 timed calls, each of which ran what it is named after"
+
+
+def test_ratios_passes_and_memory_in_the_tables(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(_console, "import_failure", lambda *modules: ImportError())
+    given = sample()
+    measurements = [
+        attrs.evolve(one, extra_bytes=2_500_000, replays=7 if one.rows == 300 else None) for one in given.measurements
+    ]
+    shared: dict[str, int | None] = dict.fromkeys(given.arms, 0) | {"PEER_AR": 1_230_000, "joined": None}
+    few = attrs.evolve(given, measurements=tuple(measurements), shared_bytes=shared)
+    bench.show(few, beside_rivals=True)
+    lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
+    assert "5 x 7 to 200 passes" in lines[0]
+    assert lines[1] == (
+        "SHORT RUN in part, marked ~: fewer than 5 x 200 passes through 8 layers; no figure with ~ to quote"
+    )
+    assert "chained, us - SHORT RUN" in lines
+    assert "PEER_AR 20.00 (2.22) ~346 (-)" in lines, "joined took 9 us; at 300 rows there is no rival"
+    assert "TAIL_FUSION *9.00 (1.00) ~156 (-)" in lines
+    assert any("~: few passes. us a call; in brackets the time over the fastest rival's" in line for line in lines)
+    assert lines[lines.index("Passes in each of 5 repetitions, as many as fit into the time; 200 at most") + 3] == (
+        "TAIL_FUSION 200 7"
+    )
+    assert "PEER_AR 1.2 2.5 2.5" in lines
+    assert "joined - 2.5 -" in lines
+    again = parse_results(json.loads(json.dumps(few.to_dict())), "it")
+    assert again == few
+    assert few.to_dict()["measurements"][1]["over_rival"]["chained"] == pytest.approx(20 / 9)
+    assert few.to_dict()["measurements"][-2]["over_rival"] == {"chained": None, "isolated": None}
+
+
+@pytest.mark.parametrize(
+    ("change", "error"),
+    [
+        (lambda it: it["measurements"][0].update(replays=0), r"replays: 0 given; accepted are whole numbers from 1"),
+        (lambda it: it["measurements"][0].update(extra_bytes=-1), r"extra_bytes: -1 given; accepted are whole numbers"),
+        (lambda it: it.update(shared_bytes={"joined": 1.5}), r"shared_bytes.joined: 1.5 given; accepted are whole num"),
+        (lambda it: it.update(shared_bytes=[]), r"shared_bytes: \[\] given; accepted are values of the kind dict"),
+    ],
+)
+def test_files_that_are_refused(change: Callable[[dict[str, Any]], None], error: str) -> None:
+    given = json.loads(json.dumps(sample().to_dict()))
+    change(given)
+    with pytest.raises(InputError, match=error):
+        parse_results(given, "bench.json")
+
+
+def test_a_file_of_before_there_were_limits_and_memory() -> None:
+    old = json.loads(json.dumps(sample().to_dict()))
+    del old["shared_bytes"]
+    for one in old["measurements"]:
+        del one["replays"], one["extra_bytes"], one["over_rival"]
+    assert parse_results(old, "bench.json") == sample()
 
 
 def test_a_short_run_and_failures_are_seen(capsys: pytest.CaptureFixture[str]) -> None:
