@@ -31,6 +31,7 @@ from k3comm.negotiate.agree import Local, agree, check_force, prepare_local
 from k3comm.negotiate.arm import arm
 from k3comm.negotiate.exchange import Exchange, GroupExchange, SoloExchange, check_size
 from k3comm.negotiate.report import announce
+from k3comm.negotiate.threads import start_thread
 from k3comm.negotiate.watch import WatchedExchange, store_of
 from k3comm.operations import MoETailOp, Operation
 from k3comm.session import Session, check_name
@@ -167,6 +168,9 @@ class Communicator(Session):
                     proposal=local.proposal,
                     facts=local.facts,
                     device_ranks=max(map(len, decision.shared_devices), default=1),
+                    store=None if group is None else partial(store_of, group),
+                    serial=decision.serial,
+                    start_thread=start_thread,
                 )
                 if local.device.type == "cuda":
                     connect = partial(_connect, group, local.device, world_size)

@@ -6,7 +6,7 @@ Everything that is wrong with a call is found before a peer is involved, so that
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -25,6 +25,7 @@ from k3comm.kernels.finalize import Deferred, finalize
 from k3comm.negotiate.report import Explanation
 from k3comm.operations import OUTPUTS, TailArguments
 from k3comm.session import Session
+from k3comm.streams import EarlySum
 from k3comm.tiers import Axes, Tier, plugins
 from k3comm.tiers.interface import Plan, TailCall, TailWeights
 from k3comm.tiers.separate_reduce import Plugin as SeparateReduce
@@ -37,6 +38,15 @@ DIVERGED = (
     "K3COMM_CHECK_UNIFORM=1 (docs/doctor.md)"
 )
 """What a time-out's traceback adds: a rank that made another call looks like one that is late."""
+
+
+PARTS = {
+    (False, False): "tail",
+    (True, False): "finish",
+    (False, True): "finish_shared",
+    (True, True): "finish_both",
+}
+"""What a call is in records, by whether the routed sum was made before and whether the shared one was begun."""
 
 
 class _Plans(dict[int, Plan]):
@@ -123,6 +133,30 @@ class MoETail:
             plan = self._other[key] = self._plan(num_tokens, graph, decode, tier, output, next_norm)
         return plan
 
+    def lane(self, plan: Plan) -> Tensor | None:
+        """Where the experts may write their partial sums, so that the call with this plan copies nothing. Local.
+
+        Give the call the lane's own parts, `tail(lane[:m, :L], lane[:m, L:], ..., plan=plan)` for m rows, both or one
+        of them. It is the same memory for all layers, one for each micro-batch (the present step's), and keeps its
+        address until `close`, in captured graphs too. So write to it on the stream of the calls, behind the
+        communicator's last call; what you write is there until this call returns. A kernel under programmatic dependent
+        launch has to wait for its predecessor before it writes.
+
+        Args:
+            plan: from `plan`.
+
+        Returns:
+            [plan.num_tokens, L + H] in the spec's dtype, rows contiguous, of any content; or None: the plan's tier has
+            no such place for so many rows, so give the call tensors of your own. None on every rank or on none.
+
+        Raises:
+            PlanError: a plan of another communicator. ClosedError: closed, suspended or broken.
+        """
+        session = self._session
+        session._check_open()
+        session._check_plan(plan)
+        return session._tiers[plan.tier].lane(plan, session.lane)
+
     def explain(
         self,
         num_tokens: int,
@@ -140,7 +174,7 @@ class MoETail:
     def __call__(
         self,
         routed: Tensor,
-        shared: Tensor,
+        shared: Tensor | EarlySum,
         residual: Tensor | None = None,
         *,
         plan: Plan | None = None,
@@ -151,7 +185,8 @@ class MoETail:
 
         Args:
             routed: [m, L], this rank's partial sum of the routed experts.
-            shared: [m, H], this rank's partial sum of the shared experts.
+            shared: [m, H], this rank's partial sum of the shared experts; or what `reduce_shared` returned, and then
+                SEPARATE_REDUCE finishes the layer.
             residual: [m, H], the same on every rank, or None; with output="rows" this rank's [ceil(m/W), H].
             plan: from `plan`; by default chosen from m and `Communicator.step`.
             output: "full", or "rows" for this rank's ceil(m/W) finished rows, not gathered, zero at and past m.
@@ -180,7 +215,7 @@ class MoETail:
         rows: Tensor,
         expert_weights: Tensor,
         permuted_index: Tensor,
-        shared: Tensor,
+        shared: Tensor | EarlySum,
         residual: Tensor | None = None,
         *,
         num_tokens: int,
@@ -201,7 +236,7 @@ class MoETail:
             As a call; with BF16 weights the bits of a call with the finalised sums.
         """
         if torch.compiler.is_compiling():
-            if num_tokens != shared.shape[0]:
+            if isinstance(shared, Tensor) and num_tokens != shared.shape[0]:
                 raise InputError(f"num_tokens: {num_tokens} given; accepted are the {shared.shape[0]} rows of shared")
             given = (rows, expert_weights, permuted_index)
             return self._traced(given, shared, residual, plan, output, next_norm_weight)
@@ -220,24 +255,71 @@ class MoETail:
             [m, L], the sum over the ranks; in the spec's dtype, or fp32 for a precise handle. For `finish`.
         """
         check_rows("routed", routed, self._session, self._session.spec.latent_size)
+        plan, tier = self._half(routed.shape[0])
+        if self._session._observer is not None:
+            self._observe("reduce", self._weights, plan, routed.shape[0], given=False, residual=False)
+        if routed.shape[0] == 0:
+            return routed.to(self._sum_dtype, copy=True)
+        with self._between_collectives():
+            return tier.reduce(routed, self._weights)
+
+    @torch.no_grad()
+    def reduce_shared(self, shared: Tensor) -> EarlySum:
+        """Begins to sum the shared partials, to overlap the routed experts. Collective.
+
+        On CUDA the sum is made on a stream of the communicator's own, behind what the caller's stream holds by now,
+        and the call that finishes it puts the caller's stream behind it just before the sum is read. The caller needs
+        no stream of its own, and may let go of `shared` at once, or write to it after the finishing call. With
+        `settings.overlap_sms` NCCL takes only so many SMs for it. On CPU it is done when this returns.
+
+        Args:
+            shared: [m, H], this rank's partial sum.
+
+        Returns:
+            What one call of this handle, in this lane, takes in place of `shared`. Beginning another one in the lane,
+            `suspend` and `close` drop it.
+
+        Raises:
+            InputError: before any peer is involved.
+            CaptureError: a CUDA graph is being captured outside of a step for graphs, or an early sum of the lane was
+                begun outside of this capture and not finished.
+            CommunicationTimeoutError, PeerTimeoutError: as a call.
+        """
+        if torch.compiler.is_compiling():
+            raise InputError("reduce_shared: called in a compiled model; accepted is outside of one")
+        session = self._session
+        check_rows("shared", shared, session, session.spec.hidden_size)
+        rows = shared.shape[0]
+        plan, tier = self._half(rows)
+        before = session.early.get(session.lane)
+        if before is not None:  # nobody has finished it: its memory is let go of once this stream is behind it
+            before.settle()
+        if session._observer is not None:
+            self._observe("reduce_shared", self._weights, plan, rows, given=False, residual=False)
+        if before is not None:
+            before.drop(f"reduce_shared of layer {self.layer_index}")
+        into = torch.empty(rows, session.spec.hidden_size, dtype=self._sum_dtype, device=session.device)
+        early = session.early[session.lane] = EarlySum(self, self.layer_index, session.lane, shared, into)
+        if rows:
+            with self._between_collectives():
+                early.begin(lambda: tier.reduce_into(into, shared, self._weights), session.side)
+        return early
+
+    def _half(self, rows: int) -> tuple[Plan, SeparateReduce]:
+        """The plan and the tier of a half that is reduced by itself."""
         graph, decode = self._session.axes
-        plan = self.plan(routed.shape[0], graph, decode, Tier.SEPARATE_REDUCE)
+        plan = self.plan(rows, graph, decode, Tier.SEPARATE_REDUCE)
         self._check_capture(plan)
         tier = self._session._tier(plan.tier)
         if not isinstance(tier, SeparateReduce):
             raise TypeError(f"SEPARATE_REDUCE is served by {type(tier).__name__}")
-        if self._session._observer is not None:
-            self._observe("reduce", self._weights, plan, routed.shape[0], given=False, residual=False)
-        if routed.shape[0] == 0:
-            return routed.to(self._latent_dtype, copy=True)
-        with self._between_collectives():
-            return tier.reduce(routed, self._weights)
+        return plan, tier
 
     @torch.no_grad()
     def finish(
         self,
         latent: Tensor,
-        shared: Tensor,
+        shared: Tensor | EarlySum,
         residual: Tensor | None = None,
         *,
         output: str = "full",
@@ -253,7 +335,7 @@ class MoETail:
             As a call.
         """
         self._session._check_open()
-        check_rows("latent", latent, self._session, self._session.spec.latent_size, self._latent_dtype)
+        check_rows("latent", latent, self._session, self._session.spec.latent_size, self._sum_dtype)
         graph, decode = self._session.axes
         next_norm = next_norm_weight is not None
         plan = self.plan(latent.shape[0], graph, decode, Tier.SEPARATE_REDUCE, output, next_norm)
@@ -304,7 +386,7 @@ class MoETail:
     def _traced(
         self,
         given: tuple[Tensor, ...],
-        shared: Tensor,
+        shared: Tensor | EarlySum,
         residual: Tensor | None,
         plan: Plan | None,
         output: str,
@@ -312,6 +394,8 @@ class MoETail:
     ) -> Any:
         """What a compiled model calls: the operator that does all this when it runs."""
         weights = self._weights
+        if isinstance(shared, EarlySum):
+            raise InputError("shared: an early sum given in a compiled model; accepted is a tensor")
         if plan is not None or weights.up_weight is None:
             what = "plan" if plan is not None else "project"
             raise InputError(f"{what}: given in a compiled model; accepted is None, since the operator chooses inside")
@@ -327,7 +411,7 @@ class MoETail:
         self,
         weights: TailWeights,
         routed: Tensor | Deferred,
-        shared: Tensor,
+        shared: Tensor | EarlySum,
         residual: Tensor | None,
         plan: Plan | None,
         output: str,
@@ -337,7 +421,12 @@ class MoETail:
         session = self._session
         hidden = session.spec.hidden_size
         rows = routed.num_tokens if isinstance(routed, Deferred) else routed.shape[0]
-        check_rows("shared", shared, session, hidden)
+        early = None
+        if isinstance(shared, EarlySum):
+            self._check_early(shared)
+            early, shared = shared, shared.sum
+        else:
+            check_rows("shared", shared, session, hidden)
         if shared.shape[0] != rows:
             raise InputError(f"shared: {shared.shape[0]} rows given; accepted are the {rows} of the routed part")
         if output not in OUTPUTS:
@@ -353,7 +442,7 @@ class MoETail:
         if next_norm_weight is not None:
             check_vector("next_norm_weight", next_norm_weight, hidden, session)
         given = plan is not None and latent is None
-        plan = self._check_or_make_plan(plan, rows, output, next_norm_weight is not None)
+        plan = self._check_or_make_plan(plan, rows, output, next_norm_weight is not None, early)
         deferred = None
         if isinstance(routed, Deferred):
             if rows and session._tiers[plan.tier].takes_deferred():
@@ -361,12 +450,14 @@ class MoETail:
             else:
                 routed = finalize(routed, session.spec.latent_size)
         if session._observer is not None:
-            part = "tail" if latent is None else "finish"
+            part = PARTS[latent is not None, early is not None]
             self._observe(part, weights, plan, rows, given=given, residual=residual is not None)
         if rows == 0:
-            empty = shared.new_empty(0, hidden)
-            return empty if next_norm_weight is None else (empty, shared.new_empty(0, hidden))
-        normed = None if next_norm_weight is None else shared.new_empty(out_rows, hidden)
+            if early is not None:
+                self._use(early)
+            empty = shared.new_empty(0, hidden, dtype=session.dtype)
+            return empty if next_norm_weight is None else (empty, empty.clone())
+        normed = None if next_norm_weight is None else shared.new_empty(out_rows, hidden, dtype=session.dtype)
         call = TailCall(
             routed=routed,
             shared=shared,
@@ -376,13 +467,26 @@ class MoETail:
             next_norm_weight=next_norm_weight,
             normed=normed,
             latent=latent,
+            shared_ready=None if early is None else early.join,
             deferred=deferred,
             lane=session.lane,
             layer=self.layer_index,
         )
         tier = session._tier(plan.tier)
-        with self._between_collectives():
-            out = tier.run(call)
+        if early is not None:
+            self._use(early)
+        elif session.early and plan.tier is not Tier.SEPARATE_REDUCE:
+            # Its kernels may fill the GPU and wait for peers whose part of an early sum is kept out by that.
+            for other in session.early.values():
+                other.settle()
+        try:
+            with self._between_collectives():
+                out = tier.run(call)
+        except BaseException:
+            if early is not None:  # the side stream may be at its memory still
+                with suppress(RuntimeError):
+                    early.join()
+            raise
         return out if normed is None else (out, normed)
 
     @contextmanager
@@ -443,7 +547,7 @@ class MoETail:
 
     @property
     def _capturing(self) -> bool:
-        return self._session.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+        return self._session._capturing()
 
     def _check_capture(self, plan: Plan) -> None:
         if not plan.graph and self._capturing:
@@ -452,12 +556,32 @@ class MoETail:
                 "comm.step(graph=True), so that every rank chooses as it will at replay"
             )
 
-    def _check_or_make_plan(self, plan: Plan | None, rows: int, output: str, next_norm: bool) -> Plan:
+    def _check_early(self, early: EarlySum) -> None:
+        """Raises InputError or CaptureError if this call can't finish an early sum; names its state."""
+        what = f"shared: the early sum of layer {early.layer}"
+        if early.owner is not self:
+            raise InputError(f"{what} given to layer {self.layer_index}; accepted is one of the same handle")
+        if early.state != "open":
+            raise InputError(f"{what} was {early.state}; accepted is one that is open, once")
+        if early.lane != self._session.lane:
+            raise InputError(f"{what} was begun in lane {early.lane}; accepted is lane {self._session.lane}'s own")
+        early.check_joinable()
+
+    def _use(self, early: EarlySum) -> None:
+        """An early sum is given to one call, which is about to talk."""
+        early.state = "used"
+        self._session.early.pop(early.lane, None)
+
+    def _check_or_make_plan(
+        self, plan: Plan | None, rows: int, output: str, next_norm: bool, early: EarlySum | None
+    ) -> Plan:
         session = self._session
         if plan is None:
-            plan = self.plan(rows, *session.axes, None, output, next_norm)
+            plan = self.plan(rows, *session.axes, None if early is None else Tier.SEPARATE_REDUCE, output, next_norm)
         else:
             session._check_plan(plan)
+            if early is not None and plan.tier is not Tier.SEPARATE_REDUCE:
+                raise PlanError(f"plan: {plan.tier.name} given with an early sum; accepted is SEPARATE_REDUCE or none")
             if rows > plan.num_tokens:
                 raise PlanError(f"plan: made for up to {plan.num_tokens} rows, called with {rows}")
             if (plan.output, plan.next_norm) != (output, next_norm):
@@ -512,6 +636,6 @@ class MoETail:
         return self._refusals[key]
 
     @property
-    def _latent_dtype(self) -> torch.dtype:
-        """What `reduce_routed` returns."""
+    def _sum_dtype(self) -> torch.dtype:
+        """Of what `reduce_routed` and `reduce_shared` return."""
         return torch.float32 if self._weights.precise else self._session.dtype

@@ -48,7 +48,7 @@ class CallRecord:
 
     Attributes:
         call: its number in the communicator, from 0, whatever the layer.
-        part: "tail", or the halves of SEPARATE_REDUCE, "reduce" and "finish".
+        part: "tail", or a part of SEPARATE_REDUCE: "reduce", "reduce_shared", "finish", "finish_shared", "finish_both".
         layer: the handle's index. num_tokens: rows m.
         graph, decode: what the choice was made for. output, next_norm: the call's arguments.
         residual: whether one is given. lane: the micro-batch.

@@ -33,7 +33,7 @@ from k3comm.negotiate.farewell import part
 from k3comm.negotiate.rearm import rearm
 from k3comm.negotiate.report import Explanation, Obstacle, Report
 from k3comm.negotiate.watch import WatchedExchange
-from k3comm.streams import StreamOrder
+from k3comm.streams import EarlySum, SideStream, StreamOrder
 from k3comm.tiers import UNLIMITED, Agreement, Axes, Tier, Windows, obstacle, plugins, select_tier
 from k3comm.tiers.interface import Plan, TailTier, TierContext
 from k3comm.uniform import observer_for
@@ -81,6 +81,7 @@ class Session:
         handles: by layer index. closed: `close` was called. broken: the error that ended it; "" while it works.
         suspended: between `suspend` and `resume`.
         streams: which stream calls come from; None where there are none.
+        early: shared sums that were begun and not finished, by lane. side: where they are reduced.
     """
 
     def __init__(
@@ -116,6 +117,8 @@ class Session:
         self.broken = ""
         self.suspended = False
         self.streams = StreamOrder.of(context.device)
+        self.side = SideStream.of(context.device)
+        self.early: dict[int, EarlySum] = {}
         self.handles: dict[int, Handle] = {}
         self._tiers: dict[Tier, TailTier] = dict(armed.tiers)
         self._memories = armed.memories
@@ -262,6 +265,7 @@ class Session:
                     raise failure from error
                 raise
         self.suspended = True
+        self._drop_early("suspend()")
         for tail in self.handles.values():
             tail.forget_plans()
 
@@ -303,7 +307,9 @@ class Session:
             tail.forget_plans()
         if self.device.type == "cuda" and not self.broken:
             mine = None if self.streams is None else self.streams.stream
-            _wait_idle([torch.cuda.current_stream(self.device), *filter(None, [mine])], CLOSE_SECONDS)
+            side = None if self.side is None else self.side.stream
+            _wait_idle([torch.cuda.current_stream(self.device), *filter(None, [mine, side])], CLOSE_SECONDS)
+        self._drop_early("close()")
         store = self._exchange.store
         is_rank = os.getpid() == self._process  # a forked child must not speak for its parent
         if is_rank and store is not None and self.world_size > 1 and not self.broken and _is_registered(self._group):
@@ -358,9 +364,28 @@ class Session:
         failure = next(filter(None, (plugin.failure() for plugin in self._tiers.values())), None)
         return None if type(failure) is type(error) else failure
 
+    def _capturing(self) -> bool:
+        """Whether the current stream is captured: what a call asks the device first, so what first tells of its end."""
+        if self.device.type == "cpu":
+            return False
+        try:
+            return torch.cuda.is_current_stream_capturing()
+        except RuntimeError as error:
+            failure = self._failure_behind(error)
+            if failure is None:
+                raise
+            self.broken = self.broken or f"{type(failure).__name__}: {failure}"
+            raise failure from error
+
     def _check_no_capture(self, what: str) -> None:
-        if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        if self._capturing():
             raise CaptureError(f"{what}: a CUDA graph is being captured; accepted is outside of captures")
+
+    def _drop_early(self, why: str) -> None:
+        """Lets go of shared sums that were begun and not finished. The device is idle."""
+        for early in self.early.values():
+            early.drop(why)
+        self.early.clear()
 
     def _tier(self, tier: Tier) -> TailTier:
         """The tier for a call that is about to be made."""

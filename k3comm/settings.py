@@ -24,6 +24,8 @@ PREFIX = "K3COMM_"
 UNIFORM_VARIABLES = (
     "NCCL_ALGO",
     "NCCL_CUMEM_ENABLE",
+    "NCCL_MAX_CTAS",
+    "NCCL_MIN_CTAS",
     "NCCL_MNNVL_ENABLE",
     "NCCL_NVLS_ENABLE",
     "NCCL_P2P_DISABLE",
@@ -94,6 +96,17 @@ def _seconds(value: Any) -> float:
     return seconds
 
 
+def _whole(least: int, most: int) -> Callable[[Any], int]:
+    def parse(value: Any) -> int:
+        text = value.strip() if isinstance(value, str) else str(value) if type(value) is int else ""
+        # Three digits at most: int() takes seconds for a text of millions, and refuses one of thousands.
+        if not (text.isascii() and text.isdigit() and len(text) <= 3 and least <= int(text) <= most):
+            raise SettingsError(f"{value!r} given; accepted are whole numbers from {least} to {most}")
+        return int(text)
+
+    return parse
+
+
 def _text(value: Any) -> str:
     text = os.fspath(value) if isinstance(value, os.PathLike) else value
     if not isinstance(text, str) or not text.strip():
@@ -105,6 +118,8 @@ MIN_SECONDS = 0.001
 """The shortest deadline: time-outs travel as whole milliseconds."""
 MAX_SECONDS = 86400
 """The longest deadline: a day. Time-outs travel as milliseconds in 32 bits in some backends."""
+MAX_OVERLAP_SMS = 32
+"""The most SMs of an overlapped all-reduce: what every NCCL since 2.17 takes as maxCTAs (64 from 2.25 on)."""
 
 
 def _setting(
@@ -143,6 +158,9 @@ class Settings:
         vote_deadline: seconds that a collective of the negotiation may take (K3COMM_VOTE_DEADLINE).
         rendezvous_deadline: seconds that a stage of making shared memory may take (K3COMM_RENDEZVOUS_DEADLINE).
         poll_deadline: seconds that a forward waits on a peer, on CPU and in our own kernels (K3COMM_POLL_DEADLINE).
+        overlap_sms: SMs that NCCL may take for a shared sum that is begun early (`MoETail.reduce_shared`), over a
+            communicator of its own, 1 to 32; None, or "off", uses the group's own one. Without NCCL it changes nothing
+            (K3COMM_OVERLAP_SMS).
         check_uniform: compare what the ranks do, call by call (K3COMM_CHECK_UNIFORM).
         allow_shared_device: several ranks on one GPU are meant (K3COMM_ALLOW_SHARED_DEVICE).
         record: folder of the decision recorder, a file a rank; None is off (K3COMM_RECORD).
@@ -165,6 +183,7 @@ class Settings:
     vote_deadline: float = _setting("VOTE_DEADLINE", 60.0, _seconds)
     rendezvous_deadline: float = _setting("RENDEZVOUS_DEADLINE", 600.0, _seconds)
     poll_deadline: float = _setting("POLL_DEADLINE", 30.0, _seconds)
+    overlap_sms: int | None = _setting("OVERLAP_SMS", None, _whole(1, MAX_OVERLAP_SMS), none="off")
     check_uniform: bool = _setting("CHECK_UNIFORM", False, _flag)
     allow_shared_device: bool = _setting("ALLOW_SHARED_DEVICE", False, _flag)
     record: str | os.PathLike[str] | None = _setting("RECORD", None, _text, uniform=False, none="off")

@@ -53,13 +53,14 @@ tests() { # tests NAME SECONDS W ARGUMENTS...
 }
 
 D=tests/distributed
-DEVICE="${D}/test_cuda_memory.py ${D}/test_staged_cuda.py ${D}/test_tail_cuda.py"
+DEVICE="${D}/test_cuda_memory.py ${D}/test_staged_cuda.py ${D}/test_lane_cuda.py ${D}/test_tail_cuda.py"
 
 launch() { tests launch 90 1 "${D}/test_launch_gpu.py" --log-cli-level=info; }
 shared2() { tests shared2 200 2 ${DEVICE} --shared-gpu; }
-shared4() { tests shared4 200 4 ${DEVICE} --shared-gpu -k "not accuracy"; }
-shared8() { tests shared8 200 8 ${DEVICE} --shared-gpu -k "not accuracy"; }
+shared4() { tests shared4 300 4 ${DEVICE} --shared-gpu -k "not accuracy or separate_reduce"; }
+shared8() { tests shared8 300 8 ${DEVICE} --shared-gpu -k "not accuracy or separate_reduce"; }
 kernels() { run kernels 150 "${PYTHON}" benchmarks/tail_lab.py numerics ranks stop; }
+sanitize() { run sanitize 240 "${PYTHON}" benchmarks/tail_lab.py sanitize; }
 figures() { run figures 120 "${PYTHON}" benchmarks/tail_lab.py bench; }
 nccl() { tests nccl 200 "${GPUS}" "${D}/test_cuda.py" ${DEVICE} --nccl; }
 tiers() { tests tiers 250 "${GPUS}" "${D}/test_tiers.py" --nccl; }
@@ -68,9 +69,18 @@ bench() {
     run bench 400 bash -c 'ranks "$@"' ranks "${GPUS}" -m k3comm bench --rows "${ROWS:-1,2,4,8,16,32,64}" \
         --replays "${REPLAYS:-200}" --json "${OUT}/bench.json"
 }
+prefill() {
+    local plot=()
+    if "${PYTHON}" -c 'import matplotlib' 2>/dev/null; then plot=(--plot "${OUT}/prefill.png"); fi
+    run prefill 280 bash -c 'ranks "$@"' ranks "${GPUS}" benchmarks/prefill.py --json "${OUT}/prefill.json" "${plot[@]}"
+}
+overlap() {
+    tests overlap 250 "${GPUS}" "${D}/test_overlap_cuda.py" --nccl
+    run overlap_us 250 bash -c 'ranks "$@"' ranks "${GPUS}" benchmarks/overlap.py --json "${OUT}/overlap.json"
+}
 
-ONE_GPU="launch kernels shared2 shared4 shared8" # tests on one GPU, in any company
-ALONE="nccl tiers doctor figures bench"          # all GPUs, or figures
+ONE_GPU="launch kernels sanitize shared2 shared4 shared8" # tests on one GPU, in any company
+ALONE="nccl tiers doctor overlap figures bench prefill" # all GPUs, or figures
 
 chosen="${*:-${ONE_GPU} ${ALONE}}"
 gpu=0
@@ -95,7 +105,7 @@ for section in ${chosen}; do
     esac
 done
 wait
-for log in figures bench; do
+for log in figures bench prefill overlap_us; do
     if [ -s "${OUT}/${log}.log" ]; then tail -40 "${OUT}/${log}.log"; fi
 done
 cat "${OUT}/sections.txt"

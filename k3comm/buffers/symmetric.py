@@ -57,12 +57,14 @@ class BufferRequest:
         nbytes: size in bytes.
         alignment: of the offset, in bytes; a power of two.
         shared: requests of one block with the same name get one place together; "" is a place of its own.
+        optional: the tier works without too, so it gets its place only in a block that is there for other tiers.
     """
 
     block: Block
     nbytes: int
     alignment: int = 16
     shared: str = ""
+    optional: bool = False
 
 
 class SymmetricMemory(ABC):

@@ -119,7 +119,11 @@ def prepare_local(
     )
     blocks = plan_blocks(proposal)
     memories, refusals = _allocate(blocks, facts, lambda: new_memory(device))
-    unallocated = {tier: refusals[place.block] for tier, place in blocks.places.items() if place.block in refusals}
+    unallocated = {
+        tier: refusals[place.block]
+        for tier, place in blocks.places.items()
+        if place.block in refusals and not place.optional
+    }
     return Local(
         facts=facts,
         device=device,

@@ -64,7 +64,7 @@ def arm(local: Local, decision: Decision, exchange: WatchedExchange, context_for
     failures: dict[Tier, str] = {}
     memories: dict[Block, SymmetricMemory] = {}
     for block, memory in local.memories.items():
-        if any(place.block is block for place in places.values()):
+        if any(place.block is block and not place.optional for place in places.values()):
             memories[block] = memory
         else:
             memory.release()
@@ -82,7 +82,9 @@ def arm(local: Local, decision: Decision, exchange: WatchedExchange, context_for
             if why is not None:
                 del memories[block]
                 failures |= {
-                    tier: f"{block.value} block: {why}" for tier, place in places.items() if place.block is block
+                    tier: f"{block.value} block: {why}"
+                    for tier, place in places.items()
+                    if place.block is block and not place.optional
                 }
     tiers: dict[Tier, TailTier] = {}
     contexts: dict[Tier, TierContext] = {}
@@ -94,7 +96,8 @@ def arm(local: Local, decision: Decision, exchange: WatchedExchange, context_for
                 continue
             place = places.get(tier)
             tiers[tier] = present[tier]()
-            contexts[tier] = context_for(None, 0) if place is None else context_for(memories[place.block], place.offset)
+            block_memory = None if place is None else memories.get(place.block)  # an optional place may have none
+            contexts[tier] = context_for(block_memory, 0 if place is None or block_memory is None else place.offset)
             try:
                 tiers[tier].prepare(contexts[tier])
             except Exception as error:  # a rank that leaves here would leave its peers at the vote

@@ -23,11 +23,12 @@ plugins()  # imported with this module, so that no negotiation pays for it
 
 @attrs.frozen
 class Place:
-    """A tier's part of a block, in bytes."""
+    """A tier's part of a block, in bytes. `optional`: the tier is there without the block too."""
 
     block: Block
     offset: int
     nbytes: int
+    optional: bool = False
 
 
 @attrs.frozen
@@ -67,9 +68,12 @@ def plan_blocks(proposal: Proposal) -> BlockPlan:
         request = plugin.footprint(proposal)
         if request is not None and excluded(tier, plugin, proposal.settings) is None:
             together.setdefault((request.block, request.shared or tier.name), {})[tier] = request
+    needed = {block for (block, _), requests in together.items() if not all(r.optional for r in requests.values())}
     for (block, _), requests in together.items():
+        if block not in needed:
+            continue
         alignment = max(request.alignment for request in requests.values())
         offset = -(-ends[block] // alignment) * alignment
-        places |= {tier: Place(block, offset, request.nbytes) for tier, request in requests.items()}
+        places |= {tier: Place(block, offset, request.nbytes, request.optional) for tier, request in requests.items()}
         ends[block] = offset + max(request.nbytes for request in requests.values())
     return BlockPlan(places)

@@ -19,8 +19,11 @@ from k3comm.spec import LatentMoESpec
 from k3comm.tiers.tier import Numerics, Tier
 
 if TYPE_CHECKING:
+    from threading import Thread
+
     import torch
     from torch import Tensor
+    from torch._C._distributed_c10d import Store
     from torch.distributed import ProcessGroup
 
     from k3comm.buffers.symmetric import BufferRequest, SymmetricMemory
@@ -51,6 +54,9 @@ class TierContext:
         look: called now and then while a collective waits; raises if a peer has given up.
         facts: this rank's own, as its verdict was made from them.
         device_ranks: ranks on one device, where most are: the same on every rank.
+        store: gives the group's store; None without a group.
+        serial: the communicator's number, on which the ranks have agreed.
+        start_thread: (name, work) -> a daemon that the process's exit waits a moment for; None: do the work at once.
     """
 
     spec: LatentMoESpec
@@ -69,6 +75,9 @@ class TierContext:
     proposal: Proposal | None = None
     facts: Facts | None = None
     device_ranks: int = 1
+    store: Callable[[], Store] | None = None
+    serial: int = 0
+    start_thread: Callable[[str, Callable[[], None]], Thread] | None = None
 
 
 @attrs.frozen(kw_only=True, eq=False)
@@ -127,6 +136,8 @@ class TailCall:
         next_norm_weight: [H], or None.
         normed: where the next RMSNorm goes, in the result's shape; None without `next_norm_weight`.
         latent: [m, L], the sum of all ranks' routed parts, where it was reduced before; then `routed` is not read.
+        shared_ready: puts the current stream behind the reduction of `shared`, where that was begun before: then
+            `shared` is the sum of all ranks, without strides, and not to be read before this is called. Else None.
         deferred: what this rank's routed partial sum is still to be made of, for a tier that takes it
             (`TailTier.takes_deferred`); then `routed` is [m, 0].
         lane: the micro-batch, of `TierContext.lanes`. layer: the layer's index, for errors.
@@ -140,6 +151,7 @@ class TailCall:
     next_norm_weight: Tensor | None = None
     normed: Tensor | None = None
     latent: Tensor | None = None
+    shared_ready: Callable[[], None] | None = None
     deferred: Deferred | None = None
     lane: int = 0
     layer: int = 0
@@ -184,8 +196,15 @@ class TailTier(ABC):
         """Runs small data and compares with the reference; collective."""
 
     @abstractmethod
-    def lane(self, plan: Plan) -> Tensor | None:
-        """Where experts may write [routed, shared] without a copy, valid until the call returns; None if nowhere."""
+    def lane(self, plan: Plan, number: int = 0) -> Tensor | None:
+        """Where experts may write [routed, shared] without a copy, until the call returns; None if nowhere. Local.
+
+        Args:
+            number: the micro-batch, of `TierContext.lanes`.
+
+        Returns:
+            [plan.num_tokens, L + H] in the spec's dtype, rows contiguous.
+        """
 
     @abstractmethod
     def run(self, call: TailCall) -> Tensor:

@@ -159,7 +159,7 @@ class LibraryTier(TailTier):
     def self_check(self, context: TierContext) -> Verdict:
         return check_sums(self, context, min(context.world_size + 1, context.spec.max_tokens))
 
-    def lane(self, plan: Plan) -> Tensor | None:
+    def lane(self, plan: Plan, number: int = 0) -> Tensor | None:
         return None
 
     def run(self, call: TailCall) -> Tensor:
@@ -243,14 +243,26 @@ class LibraryTier(TailTier):
     def _add_up(self, projected: Tensor, weights: TailWeights, shared: Tensor, residual: Tensor | None) -> Tensor:
         return dense.add_up(projected, weights.routed_scale, weights.up_bias, shared, residual, self._context.dtype)
 
+    @staticmethod
+    def _await_shared(call: TailCall) -> None:
+        """Before the shared sum is read first: as late as can be, since its reduction may be under way elsewhere."""
+        if call.shared_ready is not None:
+            call.shared_ready()
+
     def _finish_sums(self, latent: Tensor, shared: Tensor, call: TailCall) -> Tensor:
         """The end of the all-reduce tiers: complete sums [m, L] and [m, H] on every rank, in any dtype."""
-        z = self._normed(latent.float(), call.weights)
+        return self._finish_normed(self._normed(latent.float(), call.weights), shared, call)
+
+    def _finish_normed(self, z: Tensor, shared: Tensor, call: TailCall) -> Tensor:
+        """The same from the normed latent sums [m, L], in fp32 or rounded to the spec's dtype."""
         if call.weights.sharded:
             return self._finish_columns(z, shared[:, self._columns()], call)
         if call.plan.output == "full":
-            return self._add_up(self._project(z, call.weights), call.weights, shared, call.residual)
+            y = self._project(z, call.weights)
+            self._await_shared(call)
+            return self._add_up(y, call.weights, shared, call.residual)
         y = self._project(self._rows_of(z), call.weights)
+        self._await_shared(call)
         out = self._add_up(y, call.weights, self._rows_of(shared), call.residual)
         return self._clear_past(out, call.routed.shape[0])
 
@@ -263,6 +275,7 @@ class LibraryTier(TailTier):
         """
         weights, columns = call.weights, self._columns()
         y = self._project(z, weights, None if weights.sharded else columns)
+        self._await_shared(call)
         bias = None if weights.up_bias is None else weights.up_bias[columns]
         if call.plan.output == "full":
             residual = None if call.residual is None else call.residual[:, columns]

@@ -126,7 +126,7 @@ class Plugin(TailTier):
             raise failure from error
         return min(words, key=bool)
 
-    def lane(self, plan: Plan) -> Tensor | None:
+    def lane(self, plan: Plan, number: int = 0) -> Tensor | None:
         return None
 
     def run(self, call: TailCall) -> Tensor:

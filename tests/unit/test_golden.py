@@ -49,6 +49,7 @@ def votes(ranks: Sequence[Facts]) -> list[Ballot]:
         short = {
             tier: not_allocated(blocks.nbytes[place.block], errno.ENOMEM)
             for tier, place in blocks.places.items()
+            if not place.optional
             if isinstance(facts.free_memory, int)
             if facts.free_memory < blocks.nbytes[place.block]
         }

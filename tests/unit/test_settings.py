@@ -25,6 +25,7 @@ TIERS = (
 FLAGS = "accepted are on, off, 1, 0, true, false, yes, no"
 SECONDS = "accepted are seconds from 0.001 to 86400"
 TEXT = "accepted is a text that is not empty"
+SMS = "accepted are whole numbers from 1 to 32"
 YES = ("1", "on", "true", "yes", "On", "TRUE", " yes ")
 NO = ("0", "off", "false", "no", "Off", "FALSE", " no ")
 
@@ -161,6 +162,18 @@ CASES = {
     "vote_deadline": seconds("K3COMM_VOTE_DEADLINE", 60.0),
     "rendezvous_deadline": seconds("K3COMM_RENDEZVOUS_DEADLINE", 600.0),
     "poll_deadline": seconds("K3COMM_POLL_DEADLINE", 30.0),
+    "overlap_sms": Case(
+        env="K3COMM_OVERLAP_SMS",
+        default=None,
+        shown="off",
+        texts={"4": 4, "off": None, " OFF ": None, "1": 1, "32": 32, " 08 ": 8},
+        arguments=((1, 1), (32, 32)),
+        bad={
+            text: f"{text!r} given; {SMS}"
+            for text in ("0", "33", "-1", "4.0", "1e1", "four", " ", "none", "9" * 5000, "\u0664")
+        },
+        bad_arguments=tuple((value, f"{value!r} given; {SMS}") for value in (0, 33, -1, True, False, 4.0, [], b"4")),
+    ),
     "check_uniform": flag("K3COMM_CHECK_UNIFORM", False),
     "allow_shared_device": flag("K3COMM_ALLOW_SHARED_DEVICE", False),
     "record": path("K3COMM_RECORD", "off"),
@@ -507,6 +520,7 @@ def test_shown(name: str) -> None:
         "vote_deadline": "5.0",
         "rendezvous_deadline": "5.0",
         "poll_deadline": "5.0",
+        "overlap_sms": "4",
         "check_uniform": "on",
         "allow_shared_device": "on",
         "record": "run.txt",
