@@ -62,8 +62,9 @@ test-distributed: $(READY)  ## the distributed suite alone
 
 GPUS ?= 2
 SHARED_WORLDS ?= 2 4 8
-ON_GPUS = test_tiers.py test_cuda.py test_cuda_memory.py test_staged_cuda.py test_tail_cuda.py
-ON_ONE_GPU = test_cuda_memory.py test_staged_cuda.py test_tail_cuda.py
+ON_GPUS = test_tiers.py test_cuda.py test_cuda_memory.py test_staged_cuda.py test_lane_cuda.py \
+  test_tail_cuda.py test_overlap_cuda.py
+ON_ONE_GPU = test_cuda_memory.py test_staged_cuda.py test_lane_cuda.py test_tail_cuda.py
 test-gpu: $(READY)  ## every tier on GPUS GPUs of this machine, with NCCL
 	$(RANKS) $(GPUS) -m pytest $(addprefix tests/distributed/,$(ON_GPUS)) --nccl -v -p no:cacheprovider $(PYTEST_ARGS)
 

@@ -17,7 +17,11 @@ template <int ID> DEVICE void sync_at(int threads) {
   asm volatile("bar.sync %0, %1;" :: "n"(ID), "r"(threads) : "memory");
 }
 
-DEVICE void barrier_init(u32 bar) { asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" :: "r"(bar) : "memory"); }
+// Over when so many arrivals and all bytes that they expect have come; then it starts anew. Whoever waits names the
+// parity of the round: 0 for the first one.
+DEVICE void barrier_init(u32 bar, u32 arrivals) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" :: "r"(bar), "r"(arrivals) : "memory");
+}
 // After the last `barrier_init`, before anything uses one: for the block's threads and for the TMA.
 DEVICE void barrier_init_done() {
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
@@ -26,18 +30,21 @@ DEVICE void barrier_init_done() {
 DEVICE void barrier_expect(u32 bar, u32 bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" :: "r"(bar), "r"(bytes) : "memory");
 }
-// Whether the first phase is over. Nothing but the TMA of this very block can be late, so nobody counts the looks.
-DEVICE bool barrier_passed(u32 bar) {
+DEVICE void barrier_arrive(u32 bar) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" :: "r"(bar) : "memory");
+}
+// Nothing but this very block and its TMA can be late, so nobody counts the looks.
+DEVICE bool barrier_passed(u32 bar, u32 parity) {
   u32 yes;
-  asm volatile("{.reg .pred p; mbarrier.test_wait.parity.shared::cta.b64 p, [%1], 0; selp.u32 %0, 1, 0, p;}"
-               : "=r"(yes) : "r"(bar) : "memory");
+  asm volatile("{.reg .pred p; mbarrier.test_wait.parity.shared::cta.b64 p, [%1], %2; selp.u32 %0, 1, 0, p;}"
+               : "=r"(yes) : "r"(bar), "r"(parity) : "memory");
   return yes;
 }
-DEVICE void barrier_wait(u32 bar) {
+DEVICE void barrier_wait(u32 bar, u32 parity) {
   u32 yes;
   do {
-    asm volatile("{.reg .pred p; mbarrier.try_wait.parity.shared::cta.b64 p, [%1], 0; selp.u32 %0, 1, 0, p;}"
-                 : "=r"(yes) : "r"(bar) : "memory");
+    asm volatile("{.reg .pred p; mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2; selp.u32 %0, 1, 0, p;}"
+                 : "=r"(yes) : "r"(bar), "r"(parity) : "memory");
   } while (!yes);
 }
 
@@ -78,7 +85,14 @@ DEVICE u64 operand(u32 address) { return (u64)((address & 0x3FFFF) >> 4) | 1ull 
 
 DEVICE void product_begin() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 DEVICE void product_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
-DEVICE void product_wait() { asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory"); }
+// All products are made but those of the last PENDING groups. With 0 `d` is there, and nothing may read it earlier.
+template <int PENDING, int COUNT> DEVICE void product_wait(float (&d)[COUNT]) {
+  asm volatile("wgmma.wait_group.sync.aligned %0;" :: "n"(PENDING) : "memory");
+  if constexpr (PENDING == 0) {
+#pragma unroll
+    for (int i = 0; i < COUNT; i++) asm volatile("" : "+f"(d[i]) :: "memory");
+  }
+}
 
 // d += a b, 64 x 16 by 16 x N for the four warps of a warpgroup; N is 2 times the number of d's elements. In lane
 // (g, t) of warp w, d[4 n + 2 i + j] is at row 16 w + g + 8 i, column 8 n + 2 t + j (PTX ISA, "wgmma.mma_async").
@@ -98,5 +112,31 @@ DEVICE void product(float (&d)[16], u64 a, u64 b) {
                "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15}, %16, %17, more, 1, 1, 0, 0;}"
                : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]),
                  "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15])
+               : "l"(a), "l"(b));
+}
+DEVICE void product(float (&d)[32], u64 a, u64 b) {
+  asm volatile("{.reg .pred more; setp.eq.u32 more, 0, 0; wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 "
+               "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
+               "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, %32, %33, more, 1, 1, 0, 0;}"
+               : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]),
+                 "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]),
+                 "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]),
+                 "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31])
+               : "l"(a), "l"(b));
+}
+DEVICE void product(float (&d)[64], u64 a, u64 b) {
+  asm volatile("{.reg .pred more; setp.eq.u32 more, 0, 0; wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 "
+               "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
+               "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
+               "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "
+               "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63}, %64, %65, more, 1, 1, 0, 0;}"
+               : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]),
+                 "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]),
+                 "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]),
+                 "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31]),
+                 "+f"(d[32]), "+f"(d[33]), "+f"(d[34]), "+f"(d[35]), "+f"(d[36]), "+f"(d[37]), "+f"(d[38]), "+f"(d[39]),
+                 "+f"(d[40]), "+f"(d[41]), "+f"(d[42]), "+f"(d[43]), "+f"(d[44]), "+f"(d[45]), "+f"(d[46]), "+f"(d[47]),
+                 "+f"(d[48]), "+f"(d[49]), "+f"(d[50]), "+f"(d[51]), "+f"(d[52]), "+f"(d[53]), "+f"(d[54]), "+f"(d[55]),
+                 "+f"(d[56]), "+f"(d[57]), "+f"(d[58]), "+f"(d[59]), "+f"(d[60]), "+f"(d[61]), "+f"(d[62]), "+f"(d[63])
                : "l"(a), "l"(b));
 }

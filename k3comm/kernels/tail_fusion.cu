@@ -92,7 +92,8 @@ struct Arguments {
   u32 flags;
   float scale, eps;
   u32 link_cycles;             // benchmarks: by how much a publication is held back, to stand for a link
-  u32 spare[2];                // a multiple of a tensor map's alignment
+  u32 window;                  // boxes of weights in flight before the polls are over
+  u32 spare[1];                // a multiple of a tensor map's alignment
 };
 static_assert(sizeof(Arguments) == K3_ARGUMENT_BYTES);
 
@@ -430,30 +431,36 @@ DEVICE u64 exchange(const Arguments& a) {
 constexpr int GROUP_ROWS = 16 * GROUP_TILES;                        // output columns of a group: rows of its weights
 constexpr int BOX_ROWS = K3_BOX_ROWS, BOX_BYTES = 128 * BOX_ROWS;   // a box: so many rows of 64 columns
 constexpr int STRIPES = SLICE / 64, PARTS = GROUP_ROWS / BOX_ROWS, BOXES = STRIPES * PARTS;
-constexpr int WINDOW = K3_WINDOW;                                   // boxes in flight before the polls are over
 constexpr int M_TILES = (GROUP_ROWS + 63) / 64;                     // of 64 rows, one a warpgroup; the last may overlap
 constexpr int N = 2 * TOKENS;                                       // columns of z: high terms, then low terms
 constexpr int AT_A_TIME = THREADS / FRAGMENTS;                      // tokens whose fragments have a thread each
-constexpr int BATCH = W <= 4 ? 2 : 1;                               // fragments of every rank in flight a thread
+constexpr int PER_TILE = (TOKENS + AT_A_TIME - 1) / AT_A_TIME;      // tokens that a thread has columns of,
+constexpr int BATCH = PER_TILE < 8 / W ? PER_TILE : W < 8 ? 8 / W : 1;  // of which so many are asked for at once
+// Weights lie in a ring of RING stripes of 64 columns: all of them where they fit beside z, else those that the tensor
+// cores are done with make room.
+constexpr int RING = K3_RING, RING_BOXES = RING * PARTS;
 
 static_assert(GROUPS * GROUP_ROWS == C && SLICES * SLICE == L && SLICE % 64 == 0 && GROUP_ROWS >= 64);
 static_assert(GROUP_ROWS % BOX_ROWS == 0 && BOX_ROWS % 8 == 0 && THREADS >= 128 * M_TILES && AT_A_TIME > 0);
-static_assert(TOKENS == 4 || TOKENS == 8 || TOKENS == 16);
+static_assert(TOKENS == 4 || TOKENS == 8 || TOKENS == 16 || TOKENS == 32 || TOKENS == 64);
+static_assert(RING == STRIPES || (RING > 1 && RING < STRIPES));
 
-// Shared memory: weights [STRIPES, GROUP_ROWS, 128 bytes], z [STRIPES, N, 128 bytes], both swizzled; squares of 64
-// columns [TOKENS, STRIPES]; a barrier a box; the number of the call; whether the window is open.
-constexpr int Z = BOXES * BOX_BYTES, SQUARES = Z + STRIPES * N * 128, BARRIERS = SQUARES + 4 * TOKENS * STRIPES;
-constexpr int NUMBER = BARRIERS + 8 * BOXES, OPEN = NUMBER + 8;
+// Shared memory: weights [RING, GROUP_ROWS, 128 bytes], z [STRIPES, N, 128 bytes], both swizzled; squares of 64 columns
+// [TOKENS, STRIPES]; a barrier a box of the ring, and a stripe of it; the number of the call; whether the window is open.
+constexpr int Z = RING_BOXES * BOX_BYTES, SQUARES = Z + STRIPES * N * 128;
+constexpr int LANDED = SQUARES + 4 * TOKENS * STRIPES, FREE = LANDED + 8 * RING_BOXES;
+constexpr int NUMBER = FREE + 8 * RING, OPEN = NUMBER + 8;
 static_assert(OPEN + 8 == K3_SHARED_BYTES);
 
 // The loading warp. It touches nothing but weights, so it waits for no other kernel.
 DEVICE void load_weights(const Arguments& a) {
   extern __shared__ __align__(1024) char memory[];
   const int lane = threadIdx.x & 31, group = blockIdx.x / SLICES, slice = blockIdx.x % SLICES;
-  const u32 weights = shared_address(memory), barriers = weights + BARRIERS;
+  const u32 weights = shared_address(memory);
   u32* open = (u32*)(memory + OPEN);
   if (lane == 0) {
-    for (int i = 0; i < BOXES; i++) barrier_init(barriers + 8 * i);
+    for (int i = 0; i < RING_BOXES; i++) barrier_init(weights + LANDED + 8 * i, 1);
+    for (int i = 0; i < RING; i++) barrier_init(weights + FREE + 8 * i, 4 * M_TILES);
     set_shared(open, 0);
     barrier_init_done();
   }
@@ -462,60 +469,70 @@ DEVICE void load_weights(const Arguments& a) {
 #if !K3_NO_WEIGHTS
   if (lane == 0) {
     const u64 policy = evict_first();
-    int window = WINDOW;
+    int window = a.window;  // boxes in flight before the polls are over
     for (int i = 0; i < BOXES; i++) {
-      while (i >= window && !barrier_passed(barriers + 8 * (i - window)))
+      while (i >= window && !barrier_passed(weights + LANDED + 8 * ((i - window) % RING_BOXES), (i - window) / RING_BOXES & 1))
         if (look_shared(open)) window = BOXES;
-      barrier_expect(barriers + 8 * i, BOX_BYTES);
-      load_box(weights + i * BOX_BYTES, &a.boxes, slice * SLICE + i / PARTS * 64,
-               group * GROUP_ROWS + i % PARTS * BOX_ROWS, barriers + 8 * i, policy);
+      const int stripe = i / PARTS, place = i % RING_BOXES;
+      if (stripe >= RING) barrier_wait(weights + FREE + 8 * (stripe % RING), stripe / RING + 1 & 1);
+      barrier_expect(weights + LANDED + 8 * place, BOX_BYTES);
+      load_box(weights + place * BOX_BYTES, &a.boxes, slice * SLICE + stripe * 64,
+               group * GROUP_ROWS + i % PARTS * BOX_ROWS, weights + LANDED + 8 * place, policy);
     }
   }
 #endif
 }
 
-// s = sum over ranks of this CTA's slice for rows `first` to first + TOKENS - 1: s * g as two terms into z, and the
-// squares of s. A thread has the same columns of every AT_A_TIME-th row; `gain` are theirs of g.
-DEVICE void reduce_tile(const Arguments& a, u64 call, int region, int slice, int first, const float (&gain)[8],
-                        char* memory) {
+// Fragments of every rank for some rows of this thread's columns: `tile` is where they are in row 0, `at` the first row.
+struct Mail { uint4 v[BATCH][W]; };
+DEVICE void ask_mail(Mail& mail, const char* tile, int tokens, int at) {
+#pragma unroll
+  for (int b = 0; b < BATCH; b++)
+#pragma unroll
+    for (int r = 0; r < W; r++) {
+      mail.v[b][r] = make_uint4(0, 0, 0, 0);
+      if (at + b * AT_A_TIME < tokens) mail.v[b][r] = load_sys(tile + 2 * ((at + b * AT_A_TIME) * W + r) * L, uint4());
+    }
+}
+DEVICE void receive_mail(Mail& mail, const char* tile, int at, const Waiting& w) {
+  Patience patience;
+  while (true) {
+    int missing = -1;
+#pragma unroll
+    for (int b = BATCH - 1; b >= 0; b--)
+#pragma unroll
+      for (int r = W - 1; r >= 0; r--)
+        if (any_empty(mail.v[b][r])) missing = b * W + r;
+    if (missing < 0) return;
+#pragma unroll
+    for (int b = 0; b < BATCH; b++)
+#pragma unroll
+      for (int r = 0; r < W; r++)
+        if (any_empty(mail.v[b][r])) mail.v[b][r] = load_sys(tile + 2 * ((at + b * AT_A_TIME) * W + r) * L, uint4());
+    patience.lose(w, PHASE_LATENT, at + missing / W * AT_A_TIME, missing % W);
+  }
+}
+
+// s = sum over ranks of this CTA's slice, all rows: s * g as two terms into z, and the squares of s. A thread has the same
+// columns of every AT_A_TIME-th row; `gain` are theirs of g.
+DEVICE void reduce_latent(const Arguments& a, u64 call, int region, int slice, const float (&gain)[8], char* memory) {
   const Waiting w = waiting(a, call);
   const int fragment = threadIdx.x % FRAGMENTS, mine = threadIdx.x / FRAGMENTS;
-  const int tokens = mine < AT_A_TIME ? min(TOKENS, a.rows - first) : 0;
-  const char* column = a.own_latent + region * a.region_bytes + 2 * (slice * SLICE + 8 * fragment);
+  const int tokens = mine < AT_A_TIME ? a.rows : 0;
+  const char* tile = a.own_latent + region * a.region_bytes + 2 * (slice * SLICE + 8 * fragment);
   char* z = memory + Z + (fragment >> 3) * (N * 128);
   float* squares = (float*)(memory + SQUARES);
-  for (int at = mine; at - mine < TOKENS && first + at - mine < a.rows; at += BATCH * AT_A_TIME) {
-    const char* p = column + 2 * (u64)(first + at) * W * L;
+  // Whole warps go through it, since they meet below.
+  for (int at = mine; at - mine < a.rows; at += BATCH * AT_A_TIME) {
     float s[BATCH][8] = {};
     if constexpr (BATCH > 1) {
-      uint4 v[BATCH][W];
+      Mail mail;
+      ask_mail(mail, tile, tokens, at);
+      receive_mail(mail, tile, at, w);
 #pragma unroll
-      for (int b = 0; b < BATCH; b++)
-#pragma unroll
-        for (int r = 0; r < W; r++) {
-          v[b][r] = make_uint4(0, 0, 0, 0);
-          if (at + b * AT_A_TIME < tokens) v[b][r] = load_sys(p + 2 * (b * AT_A_TIME * W + r) * L, uint4());
-        }
-      Patience patience;
-      while (true) {
-        int missing = -1;
-#pragma unroll
-        for (int b = BATCH - 1; b >= 0; b--)
-#pragma unroll
-          for (int r = W - 1; r >= 0; r--)
-            if (any_empty(v[b][r])) missing = b * W + r;
-        if (missing < 0) break;
-#pragma unroll
-        for (int b = 0; b < BATCH; b++)
-#pragma unroll
-          for (int r = 0; r < W; r++)
-            if (any_empty(v[b][r])) v[b][r] = load_sys(p + 2 * (b * AT_A_TIME * W + r) * L, uint4());
-        patience.lose(w, PHASE_LATENT, first + at + missing / W * AT_A_TIME, missing % W);
-      }
-#pragma unroll
-      for (int b = 0; b < BATCH; b++) add<0>(s[b], v[b]);
+      for (int b = 0; b < BATCH; b++) add<0>(s[b], mail.v[b]);
     } else if (at < tokens) {
-      add_ranks<0, uint4>(s[0], p, 2 * L, w, PHASE_LATENT, first + at);
+      add_ranks<0, uint4>(s[0], tile + 2 * (u64)at * W * L, 2 * L, w, PHASE_LATENT, at);
     }
     if (threadIdx.x == 0) set_shared((u32*)(memory + OPEN), 1);
 #pragma unroll
@@ -539,30 +556,35 @@ DEVICE void reduce_tile(const Arguments& a, u64 call, int region, int slice, int
       *(uint4*)(z + (under >> 3) * 1024 + swizzled(under & 7, fragment & 7)) = low;
     }
   }
+  fence_operands();
 }
 
-// Partial products of this CTA's columns and slice for rows `first` on. The order over k is one for all TOKENS.
-DEVICE void project_tile(const Arguments& a, int group, int slice, int first, char* memory) {
+// Partial products [m, C] of this CTA's columns and slice. The order over k is one for all TOKENS.
+DEVICE void project(const Arguments& a, int group, int slice, char* memory) {
   const int lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
   const int tile = threadIdx.x >> 7, warp = (threadIdx.x >> 5) & 3;  // a warpgroup, and a warp of it
   if (tile >= M_TILES) return;
   const int row = min(64 * tile, GROUP_ROWS - 64);
-  const u32 weights = shared_address(memory), barriers = weights + BARRIERS;
+  const u32 weights = shared_address(memory);
   const u64 left = operand(weights + 128 * row), right = operand(weights + Z);
   float sum[TOKENS] = {};
 #pragma unroll
   for (int i = 0; i < STRIPES; i++) {
 #if !K3_NO_WEIGHTS
 #pragma unroll
-    for (int j = 0; j < PARTS; j++) barrier_wait(barriers + 8 * (i * PARTS + j));
+    for (int j = 0; j < PARTS; j++) barrier_wait(weights + LANDED + 8 * (i % RING * PARTS + j), i / RING & 1);
 #endif
     product_begin();
 #pragma unroll
     for (int k = 0; k < 4; k++)
-      product(sum, left + ((i * GROUP_ROWS * 128 + 32 * k) >> 4), right + ((i * N * 128 + 32 * k) >> 4));
+      product(sum, left + ((i % RING * GROUP_ROWS * 128 + 32 * k) >> 4), right + ((i * N * 128 + 32 * k) >> 4));
     product_commit();
+    if (i > 0 && i - 1 + RING < STRIPES) {  // the stripe before makes room
+      product_wait<1>(sum);
+      if (lane == 0) barrier_arrive(weights + FREE + 8 * ((i - 1) % RING));
+    }
   }
-  product_wait();
+  product_wait<0>(sum);
   if (row + 16 * warp < 64 * tile) return;  // the tile before has these
   const int to = group * GROUP_ROWS + row + 16 * warp + g;
   constexpr int HALF = TOKENS / 8;
@@ -575,20 +597,19 @@ DEVICE void project_tile(const Arguments& a, int group, int slice, int first, ch
       if constexpr (HALF == 0) v = sum[i] + __shfl_xor_sync(~0u, sum[i], 2);
       else v = sum[4 * n + i] + sum[4 * (n + HALF) + i];
       const int token = 8 * n + 2 * t + (i & 1);
-      if (token < TOKENS && first + token < a.rows)
-        a.partials[((u64)(first + token) * SLICES + slice) * C + to + 8 * (i >> 1)] = v;
+      if (token < TOKENS && token < a.rows) a.partials[((u64)token * SLICES + slice) * C + to + 8 * (i >> 1)] = v;
     }
 }
 
 // Likewise the mean square's share.
-DEVICE void sum_squares(const Arguments& a, int group, int slice, int first, const char* memory) {
+DEVICE void sum_squares(const Arguments& a, int group, int slice, const char* memory) {
   const float* squares = (const float*)(memory + SQUARES);
-  const int token = THREADS - 1 - threadIdx.x;  // the last warp has the fewest columns to publish
-  if (token >= TOKENS || first + token >= a.rows) return;
+  const int token = THREADS - 1 - threadIdx.x;  // the last warps have the fewest columns to publish
+  if (token >= TOKENS || token >= a.rows) return;
   float sum = squares[token * STRIPES];
 #pragma unroll
   for (int i = 1; i < STRIPES; i++) sum += squares[token * STRIPES + i];
-  a.squares[(group * MAX_ROWS + first + token) * SLICES + slice] = sum;
+  a.squares[(group * MAX_ROWS + token) * SLICES + slice] = sum;
 }
 
 DEVICE u64 exchange(const Arguments& a) {
@@ -611,15 +632,11 @@ DEVICE u64 exchange(const Arguments& a) {
   const int before = (int)load_gpu(&a.counters->rows[(call + 1) & 1]);
   float gain[8] = {};
   if (a.norm) load_vector(gain, a.norm, column, a.flags & NORM_FP32);
-  for (int first = 0; first < a.rows; first += TOKENS) {
-    if (first) sync_block();  // all products of the tile before have been made
-    reduce_tile(a, call, region, slice, first, gain, memory);
-    fence_operands();
-    sync_block();
-    if (first == 0) clear(a, before, region);
-    sum_squares(a, group, slice, first, memory);
-    project_tile(a, group, slice, first, memory);
-  }
+  reduce_latent(a, call, region, slice, gain, memory);
+  sync_block();
+  clear(a, before, region);
+  sum_squares(a, group, slice, memory);
+  project(a, group, slice, memory);
   return call;
 }
 #endif
@@ -741,7 +758,8 @@ DEVICE void complete(const Arguments& a) {
 // ---- entries -------------------------------------------------------------------------------------------------------
 
 #if K3_BOX_ROWS
-constexpr int AN_SM = THREADS <= 256 && W <= 8 ? 2 : 1;  // blocks: what the registers have to suffice for
+constexpr bool TWICE = THREADS <= 256 && W <= 8 && 2 * (K3_SHARED_BYTES + 1024) <= 228 << 10;
+constexpr int AN_SM = TWICE ? 2 : 1;  // blocks: what the registers have to suffice for
 #else
 constexpr int AN_SM = 1;
 #endif

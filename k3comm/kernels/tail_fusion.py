@@ -17,18 +17,18 @@ stands alone. Both give the same bits.
 cut into equal slices (multiples of 64 columns) and equal groups (multiples of 16 rows, 64 to 256) fits the shared
 memory (K3 at W = 2, 4, 8 and 16: yes), a warp of its own streams the CTA's block of W_up by TMA into shared memory,
 from the kernel's start on and so under the call before, and wgmma multiplies from there. Where two CTAs fit an SM (K3
-from W = 4 on) call n + 1 loads under all of call n. Up to 16 rows are multiplied at once, more in turn from the same
-weights; a column of wgmma's result depends on that column of z alone, so 4, 8 and 16 give the same bits. Before this
-CTA's polls are over only WINDOW boxes are in flight.
+from W = 4 on) call n + 1 loads under all of call n. Where z of 32 or 64 rows leaves no room for all of the weights they
+come in a ring. A column of wgmma's result depends on that column of z alone, so all variants give the same bits. Before
+this CTA's polls are over only a few boxes are in flight.
 
 **Numerics.** s * g goes in as two BF16 terms, r = rsqrt(mean square) multiplies afterwards (K0, docs/tiers.md). Where
 the first term is not finite the second is zero.
 
 **The formal argument** (PTX memory model) that what a call empties is ordered before the peers' next stores there are
-credits: `exchange_credits` of mailbox.cuh, a release and an acquire at system scope a pair of ranks and call, by one CTA
-of the finish, which starts beside the exchange. Fences before the publications say the same and cost 0.9 to 1.9 us a
-call on an H200 (docs/performance.md); what buys their place is one gather mailbox more. `credits=False` leaves them out,
-for measuring what they cost.
+credits: `exchange_credits` of mailbox.cuh, a release and an acquire at system scope a pair of ranks and call, by one
+CTA of the finish, which starts beside the exchange. Fences before the publications say the same and cost 0.9 to 1.9
+us a call on an H200 (docs/performance.md); what buys their place is one gather mailbox more. `credits=False` leaves
+them out, for measuring what they cost.
 
 Not run on hardware: multicast (compiled, and the PTX inspected; all but the two `multimem.st` is the peer form's), and
 every architecture but sm_90a.
@@ -88,11 +88,17 @@ MAX_SLICE: Final = 512
 STATIC_SHARED: Final = 1024
 """Bytes of shared memory that are left to the compiler, and to the driver (1 KiB a block)."""
 
+SM_SHARED: Final = 228 << 10
+"""Bytes of shared memory of an SM of compute capability 9.0 (CUDA programming guide, technical specifications)."""
+
 TOKENS: Final = (8, 16, 32, 64)
 """Variants of the general path, by the rows that they hold."""
 
-BOX_TOKENS: Final = (4, 8, 16)
-"""Variants of sm_90a's path; the last one takes more rows in turn."""
+BOX_TOKENS: Final = (4, 8, 16, 32, 64)
+"""Variants of sm_90a's path."""
+
+BOX_RESIDENT: Final = 16
+"""Rows up to which all weights of a CTA have to fit in shared memory beside z. With more they may come in a ring."""
 
 STRIPE: Final = 64
 """Latent columns of a box of weights: 128 bytes, the span of the swizzle."""
@@ -104,8 +110,12 @@ BOX_ROWS: Final = 64
 """Of a box at most. Boxes of 7 KB and more read as fast as larger ones, and a window of a few of them is finer."""
 
 WINDOW: Final = 3
-"""Boxes in flight before a CTA's polls are over. On an H200, in loopback at world size 2, three were faster than four
-by 0.2 to 0.4 us, and five or more slower for every m (docs/performance.md)."""
+"""Boxes in flight before a CTA's polls are over. On an H200, in loopback at world size 2, two were slower by 0.4 to 0.8
+us up to 16 rows, five and more by 0.5 and more from 4 rows on; at world size 4, where the weights of two CTAs fit an
+SM, two were faster by 0.1 to 0.3 us (docs/performance.md)."""
+
+WIDER_ROWS: Final = 8
+"""Rows up to which one box more is better: by 0.7 us at one row, by nothing at 8; at 12 it is worse by 0.4."""
 
 POLL_ROWS: Final = 8
 """Rows by which the cost of polling counts in the choice of a cut."""
@@ -154,11 +164,12 @@ def _box_rows(group_rows: int) -> int:
     return next(rows for rows in range(BOX_ROWS, 0, -8) if group_rows % rows == 0)
 
 
-def _box_shared_bytes(group_rows: int, slice_width: int, tokens: int) -> int:
-    """Dynamic shared memory of the exchange on sm_90a's path: weights, z, squares, a barrier a box, two words of 8."""
+def _box_shared_bytes(group_rows: int, slice_width: int, tokens: int, ring: int) -> int:
+    """Dynamic shared memory of the exchange on sm_90a's path: `ring` stripes of weights, z, squares, a barrier a box
+    and a stripe of the ring, two words of 8."""
     stripes = slice_width // STRIPE
-    boxes = stripes * (group_rows // _box_rows(group_rows))
-    return 2 * group_rows * slice_width + 4 * tokens * slice_width + 4 * tokens * stripes + 8 * boxes + 16
+    barriers = ring * (group_rows // _box_rows(group_rows)) + ring
+    return 2 * group_rows * ring * STRIPE + 4 * tokens * slice_width + 4 * tokens * stripes + 8 * barriers + 16
 
 
 @attrs.frozen(kw_only=True)
@@ -231,8 +242,24 @@ class Geometry:
     def shared_bytes(self, tokens: int) -> int:
         """Dynamic shared memory a CTA of the exchange, for so many rows at once."""
         if self.box_rows:
-            return _box_shared_bytes(self.group_tiles * TILE, self.slice_width, tokens)
+            return _box_shared_bytes(self.group_tiles * TILE, self.slice_width, tokens, self.ring(tokens))
         return _shared_bytes(self.slice_width, tokens)
+
+    def ring(self, tokens: int) -> int:
+        """Stripes of weights that are in shared memory at once on sm_90a's path, of those of a slice."""
+        stripes, rows = self.slice_width // STRIPE, self.group_tiles * TILE
+        fits = [
+            n
+            for n in range(1, stripes + 1)
+            if _box_shared_bytes(rows, self.slice_width, tokens, n) <= SHARED_LIMITS[self.arch]
+        ]
+        return fits[-1]
+
+    def window(self, rows: int) -> int:
+        """Boxes of weights in flight before a CTA's polls are over."""
+        if 2 * 2 * self.group_tiles * TILE * self.slice_width <= SM_SHARED:  # the weights of two CTAs
+            return WINDOW - 1
+        return WINDOW + 1 if rows <= WIDER_ROWS else WINDOW
 
     def finish_blocks(self, rows: int, capacity: int) -> int:
         """CTAs of the finish: one for the credits, and a thread for four columns of a row, as far as the grid is
@@ -318,7 +345,7 @@ def _box_cut(columns: int, latent_size: int, world_size: int, arch: str, cells: 
             width = latent_size // slices
             if columns % group_rows or latent_size % (slices * STRIPE) or width > MAX_SLICE:
                 continue
-            fits = _box_shared_bytes(group_rows, width, BOX_TOKENS[-1]) <= SHARED_LIMITS[arch]
+            fits = _box_shared_bytes(group_rows, width, BOX_RESIDENT, width // STRIPE) <= SHARED_LIMITS[arch]
             if fits and slices * (columns // group_rows) <= cells:
                 polled = 2 * POLL_ROWS * world_size * width
                 cuts.append((2 * group_rows * width + polled + BOX_SLICE_COST * slices, group_rows, slices))
@@ -343,7 +370,6 @@ def kernel_variant(
     expert_weights: torch.dtype | None = None,
     credits: bool = True,
     link: bool = False,
-    window: int = WINDOW,
     weights: bool = True,
 ) -> KernelVariant:
     """One kernel of a tail, for the geometry's architecture.
@@ -355,8 +381,7 @@ def kernel_variant(
         expert_weights: their dtype in the deferred finalize, BF16 or fp32; None where the partial sums are there.
         credits: ranks tell each other what they have emptied; without, a benchmark sees what that costs.
         link: publications can be held back, for benchmarks on one GPU.
-        window: boxes in flight before the polls are over. weights: they are read; without, results are garbage, and a
-            benchmark sees what reading them costs.
+        weights: they are read; without, results are garbage, and a benchmark sees what reading them costs.
     """
     multiplies = entry in (Entry.tail_exchange, Entry.tail_whole)
     boxed = multiplies and geometry.box_rows > 0
@@ -369,7 +394,7 @@ def kernel_variant(
             f"h{geometry.hidden_size}l{geometry.latent_size}w{geometry.world_size}",
             f"g{geometry.groups}x{geometry.group_tiles}s{geometry.slices}x{geometry.slice_width}",
             *([f"t{tokens}"] if multiplies else []),
-            *([f"b{geometry.box_rows}x{window}"] if boxed else []),
+            *([f"b{geometry.box_rows}"] if boxed else []),
             *(["unread"] if boxed and not weights else []),
             *(["", "bf16", "fp32"][deferred : deferred + 1] if deferred else []),
             *([transport] if talks else []),
@@ -382,7 +407,7 @@ def kernel_variant(
         source="tail_fusion.cu",
         entry=entry.name,
         archs=archs,
-        registers=168 if boxed and geometry.world_size > 8 else 128,
+        registers=168 if boxed and (geometry.world_size > 8 or tokens > BOX_RESIDENT) else 128,
         transport=transport if talks else None,
         defines={
             "K3_ENTRY": entry.value,
@@ -396,8 +421,8 @@ def kernel_variant(
             "K3_GROUPS": geometry.groups,
             "K3_GROUP_TILES": geometry.group_tiles,
             "K3_TOKENS": tokens,
+            "K3_RING": geometry.ring(tokens) if boxed else 0,
             "K3_BOX_ROWS": geometry.box_rows if boxed else 0,
-            "K3_WINDOW": window if boxed else 0,
             "K3_NO_WEIGHTS": boxed and not weights,
             "K3_SHARED_BYTES": geometry.shared_bytes(tokens) if boxed else 0,
             "K3_MAX_ROWS": MAX_ROWS,
@@ -467,7 +492,8 @@ class Arguments(ctypes.Structure):
         ("scale", ctypes.c_float),
         ("eps", ctypes.c_float),
         ("link_cycles", ctypes.c_uint32),
-        ("spare", ctypes.c_uint32 * 2),
+        ("window", ctypes.c_uint32),
+        ("spare", ctypes.c_uint32),
     )
 
 
@@ -672,7 +698,7 @@ class TailKernels:
         settings: Settings | None = None,
         credits: bool = True,
         link_cycles: int = 0,
-        window: int = WINDOW,
+        window: int | None = None,
         weights: bool = True,
     ) -> None:
         settings = Settings() if settings is None else settings
@@ -681,7 +707,8 @@ class TailKernels:
         self.device = device
         self.record = torch.zeros(RECORD_WORDS, dtype=torch.int32, pin_memory=True)
         options: dict[str, Any] = {"transport": transport, "credits": credits, "link": link_cycles > 0}
-        options |= {"window": window, "weights": weights}
+        options["weights"] = weights
+        self._window = window
 
         def launch(entry: Entry, grid: int, block: int, shared: int = 0, **kind: Any) -> Launch:
             compiled = compile_kernel(kernel_variant(geometry, entry, **options, **kind), geometry.arch, settings)
@@ -833,6 +860,7 @@ class TailKernels:
             a.next_norm, a.normed = next_norm_weight.data_ptr(), normed.data_ptr()
             a.flags |= NEXT_NORM_FP32 * (next_norm_weight.dtype == torch.float32)
         a.out, a.rows, a.layer, a.scale = out.data_ptr(), rows, layer, routed_scale
+        a.window = self._window or geometry.window(rows)
         packed = bytes(a)
         self._first[form, tokens, dtype](packed)
         if form is Form.SPLIT:

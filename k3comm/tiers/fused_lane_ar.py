@@ -1,8 +1,8 @@
 """FUSED_LANE_AR: both partials in one lane and one all-reduce, or one grouped call where joining would cost more.
 
-    lane smaller than ONE_SHOT_BYTES, and peers reach it   our one-shot all-reduce, latent norm in its epilogue
-    lane smaller than GROUPED_BYTES                        joined by a copy, and the library's all-reduce
-    else                                                   the library's grouped all-reduce of both partials
+    few rows, and peers within reach    our one-shot all-reduce, latent norm in its epilogue (ONE_SHOT_BYTES)
+    lane smaller than GROUPED_BYTES     joined by a copy, and the library's all-reduce
+    else                                the library's grouped all-reduce of both partials
 
 **The lane in shared memory.** [m, L + H], rows contiguous: routed is lane[:, :L], shared is lane[:, L:]. Experts that
 write there (`MoETail.lane`) cost no copy; what lies elsewhere is copied in by the kernel itself, part by part. It is
@@ -41,10 +41,9 @@ from k3comm.tiers.library import LibraryTier
 from k3comm.tiers.self_check import check_sums
 from k3comm.tiers.tier import Numerics, Tier
 
-ONE_SHOT_BYTES: Final = 1 << 20
-"""Lane size in bytes below which the one-shot all-reduce is taken, and that its buffer holds. An estimate, not
-measured: each rank reads W - 1 lanes whole, a few microseconds of NVLink a MiB, where NCCL's all-reduce of 1.3 MiB
-takes 50 us with norm and projection (GROUPED_BYTES)."""
+ONE_SHOT_BYTES: Final = 6 << 20
+"""Bytes of its peers' lanes that a rank reads at most in a one-shot all-reduce; with more rows the library makes it. A
+lane holds no more rows than that."""
 
 GROUPED_BYTES: Final = 4 << 20
 """Lane size in bytes from which the partials are not joined. Over NCCL on two H200s joined and grouped all-reduces of
@@ -284,7 +283,7 @@ def lane_layout(proposal: Proposal) -> LaneLayout | None:
     """
     spec = proposal.spec
     width = spec.latent_size + spec.hidden_size
-    rows = (ONE_SHOT_BYTES - 1) // (2 * width)
+    rows = ONE_SHOT_BYTES // max(proposal.world_size - 1, 1) // (2 * width)
     if proposal.device == "cpu" or spec.dtype != "bfloat16" or rows < 1:
         return None
     if proposal.settings.transport not in ("auto", "peer"):

@@ -20,21 +20,21 @@ from k3comm import Communicator, LatentMoESpec, Settings, Tier
 from k3comm.kernels import reference
 from k3comm.kernels.lane_one_shot import OneShot
 from k3comm.negotiate.exchange import GroupExchange
-from k3comm.tiers import Numerics
-from k3comm.tiers.fused_lane_ar import ONE_SHOT_BYTES
+from k3comm.tiers import Numerics, fused_lane_ar
 
 BF16 = torch.bfloat16
 HIDDEN, LATENT = 1024, 512
-MOST = (ONE_SHOT_BYTES - 1) // (2 * (HIDDEN + LATENT))
-"""Rows of a lane at these widths."""
+MOST = (1 << 20) // (2 * (HIDDEN + LATENT))
+"""Rows of a lane at these widths, by `make`, so that few are many."""
 layers = itertools.count()
 Make = Callable[..., Communicator]
 
 
 @pytest.fixture
-def make(request: pytest.FixtureRequest, gpu: torch.device) -> Iterator[Make]:
+def make(request: pytest.FixtureRequest, gpu: torch.device, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
     """Negotiates communicators, and closes them."""
     made: list[Communicator] = []
+    monkeypatch.setattr(fused_lane_ar, "ONE_SHOT_BYTES", (dist.get_world_size() - 1) << 20)
 
     def negotiate(hidden: int = HIDDEN, latent: int = LATENT, **options: Any) -> Communicator:
         shared = request.config.getoption("--shared-gpu")

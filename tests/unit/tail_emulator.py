@@ -29,12 +29,14 @@ from k3comm.kernels.tail_fusion import (
     MAX_ROWS,
     RECORD_WORDS,
     STRIPE,
+    TILE,
     Arguments,
     Entry,
     Form,
     Geometry,
     LaneAddresses,
     TailKernels,
+    _box_shared_bytes,
     kernel_variant,
 )
 
@@ -61,8 +63,10 @@ def threads(geometry: Geometry) -> int:
     return 128 * -(-geometry.group_tiles // 4) if geometry.box_rows else THREADS
 
 
-def build(folder: Path, geometry: Geometry, tokens: int, expert_weights: torch.dtype | None = None) -> Any:
-    """The kernels for one geometry as a library."""
+def build(
+    folder: Path, geometry: Geometry, tokens: int, expert_weights: torch.dtype | None = None, ring: int = 0
+) -> Any:
+    """The kernels for one geometry as a library; with `ring` stripes of weights in shared memory, where not all."""
     source = (FOLDER / "tail_fusion.cu").read_text(encoding="utf-8")
     for pattern, replacement in SHARED.items():
         source, count = re.subn(pattern, replacement, source)
@@ -73,8 +77,11 @@ def build(folder: Path, geometry: Geometry, tokens: int, expert_weights: torch.d
     shutil.copy(FOLDER / "mailbox.cuh", folder)
     for name in ("words.cuh", "hopper.cuh", "emulator.cpp"):
         shutil.copy(HERE / name, folder)
-    variant = kernel_variant(geometry, Entry.tail_exchange, tokens=tokens, expert_weights=expert_weights, window=2)
+    variant = kernel_variant(geometry, Entry.tail_exchange, tokens=tokens, expert_weights=expert_weights)
     defines = dict(variant.defines) | {"K3_THREADS": str(threads(geometry))}
+    if ring:
+        shared = _box_shared_bytes(geometry.group_tiles * TILE, geometry.slice_width, tokens, ring)
+        defines |= {"K3_RING": str(ring), "K3_SHARED_BYTES": str(shared)}
     flags = [f"-D{name}={value}" for name, value in defines.items() if name not in ("K3_ENTRY", "K3_WHOLE")]
     command = ["g++", "-O1", "-std=c++17", "-ffp-contract=off", "-w", "-shared", "-fPIC", *flags]
     subprocess.run([*command, "emulator.cpp", "-o", "emulator.so"], cwd=folder, check=True)
@@ -95,7 +102,7 @@ class Recorded(TailKernels):
     def __init__(
         self, geometry: Geometry, rank: int, lanes: Sequence[LaneAddresses], deadline: float, tokens: int
     ) -> None:
-        self.geometry, self.rank, self._maps = geometry, rank, {}
+        self.geometry, self.rank, self._maps, self._window = geometry, rank, {}, 2
         self.record = torch.zeros(RECORD_WORDS, dtype=torch.int32)
         self.steps: list[Step] = []
 

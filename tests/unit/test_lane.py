@@ -348,7 +348,8 @@ def test_the_footprint() -> None:
     assert layout is not None
     assert request is not None
     assert (request.block, request.nbytes, request.optional) == (Block.STAGING, layout.nbytes, True)
-    assert layout.rows * 2 * layout.width < ONE_SHOT_BYTES <= (layout.rows + 1) * 2 * layout.width
+    read = (WORLD - 1) * 2 * layout.width
+    assert layout.rows * read <= ONE_SHOT_BYTES < (layout.rows + 1) * read
     assert layout.lanes == LANES
     assert lane_layout(proposal(settings={"transport": "peer"})) == layout
     for other in (
@@ -486,7 +487,7 @@ def on_ranks(built: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> Run:
     monkeypatch.setattr(Emulated, "room", Room(built(CUT), WORLD), raising=False)
     monkeypatch.setattr(Emulated, "made", ())
     monkeypatch.setattr(fused_lane_ar, "OneShot", Emulated)
-    monkeypatch.setattr(fused_lane_ar, "ONE_SHOT_BYTES", 2 * ROWS * (HIDDEN + LATENT) + 1)
+    monkeypatch.setattr(fused_lane_ar, "ONE_SHOT_BYTES", (WORLD - 1) * 2 * ROWS * (HIDDEN + LATENT))
 
     def run(fn: Callable[[Rank], Any], capacities: Sequence[int] = (5, 4, 6), **changes: Any) -> list[Any]:
         monkeypatch.setattr(Emulated, "capacities", capacities)
@@ -786,7 +787,7 @@ def negotiated(unable: Sequence[int], fault: Fault | None, **options: Any) -> An
     monkeypatch.setattr("k3comm.communicator.HostMemory", machine.memory)
     layout_of = lane_layout
     monkeypatch.setattr(fused_lane_ar, "lane_layout", lambda asked: layout_of(attrs.evolve(asked, device="cuda")))
-    monkeypatch.setattr(fused_lane_ar, "ONE_SHOT_BYTES", 40_000)
+    monkeypatch.setattr(fused_lane_ar, "ONE_SHOT_BYTES", 2 * 40_000)  # of two peers
     monkeypatch.setattr(fused_lane_ar, "OneShot", StandIn)
     monkeypatch.setattr(StandIn, "unable", unable)
     monkeypatch.setattr(StandIn, "copied", ())
@@ -840,12 +841,12 @@ def test_negotiated_with_memory() -> None:
     found = assert_identical(run_ranks(negotiated, 3, (), None, deadline=90))
     assert {"PEER_AR", "FUSED_LANE_AR"} <= set(found["agreed"])
     assert found["lane"] == (20, 136)
-    assert found["large"] is None  # 147 rows of 272 bytes are the last below 40000
+    assert found["large"] is None  # 147 rows of 272 bytes are the last in 40000
     assert found["other tier"] is None
     assert found["right"] == [True] * 4
     assert found["copied"] == ((False, False), (False, False))
     assert (found["lanes apart"], found["stays"], found["rows"]) == (True, True, True)
-    layout = LaneLayout(width=136, rows=(40_000 - 1) // 272, world_size=3, lanes=2)
+    layout = LaneLayout(width=136, rows=40_000 // 272, world_size=3, lanes=2)
     assert found["memory"]["FUSED_LANE_AR: lane"] == layout.nbytes
     assert found["memory"]["PEER_AR: staging"] < 2 * (64 * 272 + 1024)
 

@@ -164,7 +164,7 @@ def test_tokens() -> None:
     general = Geometry.choose(7168, 3584, 2, arch="sm_90a", capacity=132, general=True)
     assert general.box_rows == 0
     assert [general.tokens_for(m) for m in (1, 8, 9, 16, 17, 32, 33, 64)] == [8, 8, 16, 16, 32, 32, 64, 64]
-    assert [boxed.tokens_for(m) for m in (1, 4, 5, 8, 9, 16, 17, 64)] == [4, 4, 8, 8, 16, 16, 16, 16]
+    assert [boxed.tokens_for(m) for m in (1, 4, 5, 8, 9, 16, 17, 64)] == [4, 4, 8, 8, 16, 16, 32, 64]
     for g in (boxed, general):
         for rows in (0, 65, True):
             with pytest.raises(InputError, match="accepted are 1 to 64"):
@@ -274,9 +274,12 @@ CUTS = {
     # sm_90a's path: two slices and groups of one tile each; tiles that overlap and two stripes a slice; many ranks
     "boxes": (256, 128, 2, 4),
     "wide boxes": (448, 256, 4, 2),
+    "ring of boxes": (448, 256, 2, 1),
     "boxes of six": (384, 64, 6, 1),
 }
-BOXES = ("boxes", "wide boxes", "boxes of six")
+BOXES = ("boxes", "wide boxes", "ring of boxes", "boxes of six")
+RINGS = {"ring of boxes": 2}
+"""Stripes of weights in shared memory, of four."""
 
 
 @pytest.fixture(scope="session")
@@ -288,7 +291,8 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Ranks]:
         hidden, latent, world, capacity = CUTS[cut]
         g = Geometry.choose(hidden, latent, world, arch="sm_90a", capacity=capacity)
         assert (g.box_rows > 0) == (cut in BOXES)
-        return tail_emulator.build(folder / f"{cut} {tokens} {weights}", g, tokens, weights), g, tokens
+        place = folder / f"{cut} {tokens} {weights}"
+        return tail_emulator.build(place, g, tokens, weights, RINGS.get(cut, 0)), g, tokens
 
     def make(cut: str, tokens: int = 16, weights: torch.dtype | None = None, **options: Any) -> Ranks:
         return Ranks(*library(cut, tokens, weights), **options)
@@ -358,12 +362,12 @@ def test_sixty_four_rows(ranks: Callable[..., Ranks]) -> None:
 
 
 @NEEDS_GXX
-@pytest.mark.parametrize(("cut", "tokens"), [("boxes", 4), ("wide boxes", 8), ("boxes", 16)])
-def test_rows_in_turn(ranks: Callable[..., Ranks], cut: str, tokens: int) -> None:
-    """More rows than z has room for: several tiles from the same weights, the last one not full."""
-    group = ranks(cut, tokens)
+@pytest.mark.parametrize("cut", BOXES)
+def test_many_rows_at_once(ranks: Callable[..., Ranks], cut: str) -> None:
+    """Also where the weights come in a ring."""
+    group = ranks(cut, 64)
     kept = []
-    for number, m in enumerate((tokens + 1, 2 * tokens + 3, 1, 3 * tokens)):
+    for number, m in enumerate((17, 35, 1, 32, 64)):
         case, expected = exact(group, m, number, bias=True)
         kept.append((expected, ask(group, case, m, list(Form)[number % 2])))
     assert group.run(seed=2, skew=5) == 0
@@ -401,13 +405,13 @@ def test_a_row_s_bits_depend_on_the_row_alone(ranks: Callable[..., Ranks]) -> No
 
 @NEEDS_GXX
 def test_nor_on_how_many_rows_are_multiplied_at_once(ranks: Callable[..., Ranks]) -> None:
-    """The variants of sm_90a's path for 4, 8 and 16 rows. That the tensor cores agree is for a GPU to show."""
+    """The variants of sm_90a's path. That the tensor cores agree is for a GPU to show."""
     found = []
-    for tokens in (4, 8, 16):
+    for tokens in (16, 4, 8, 32, 64):
         group = ranks("boxes", tokens)
         g = group.geometry
         case = reference.random_case(2, 16, g.hidden_size, g.latent_size, dtype=BF16, seed=5, bias=True)
-        found += [out for m in (16, 7) for out in ask(group, case, m, Form.SPLIT)]
+        found += [out for m in (min(16, tokens), 3) for out in ask(group, case, m, Form.SPLIT)]
         assert group.run() == 0
     assert all(torch.equal(out, found[0][: len(out)]) for out in found)
     accuracy = reference.measure(found[0], case.truth(), case.residual)
@@ -569,12 +573,13 @@ WRONG = {
 """Changes of the source that make it wrong, and that the checks above must see."""
 
 WRONG_BOXES = {
-    "a row of weights too far": ("i % PARTS * BOX_ROWS, barriers", "i % PARTS * BOX_ROWS + 1, barriers"),
-    "weights are not waited for": ("barrier_wait(barriers + 8 * (i * PARTS + j));", ""),
+    "a row of weights too far": ("i % PARTS * BOX_ROWS, weights", "i % PARTS * BOX_ROWS + 1, weights"),
+    "weights are not waited for": ("barrier_wait(weights + LANDED + 8 * (i % RING * PARTS + j), i / RING & 1);", ";"),
+    "the round is not looked at": ("(i % RING * PARTS + j), i / RING & 1);", "(i % RING * PARTS + j), 0);"),
+    "nobody waits for room": ("if (stripe >= RING) barrier_wait", "if (false) barrier_wait"),
+    "room before the products": ("product_wait<1>(sum);", ""),
     "z is not swizzled": ("1024 + swizzled(token & 7, fragment & 7)", "1024 + (token & 7) * 128 + (fragment & 7) * 16"),
-    "z is written while it is read": ("    if (first) sync_block();  //", "    //"),
-    "nobody waits for z": ("    fence_operands();\n    sync_block();\n", "    fence_operands();\n"),
-    "the last row's tile is left out": ("first < a.rows; first += TOKENS", "first < a.rows - 1; first += TOKENS"),
+    "nobody waits for z": ("gain, memory);\n  sync_block();\n", "gain, memory);\n"),
     "squares of one stripe": ("for (int i = 1; i < STRIPES; i++) sum", "for (int i = 1; i < 1; i++) sum"),
     "overlapping tiles write garbage": ("row = min(64 * tile, GROUP_ROWS - 64)", "row = 64 * tile"),
 }
@@ -590,7 +595,7 @@ def test_a_wrong_kernel_is_seen(wrong: str, tmp_path: Path, monkeypatch: pytest.
 @NEEDS_GXX
 @pytest.mark.parametrize("wrong", WRONG_BOXES)
 def test_a_wrong_kernel_for_boxes_is_seen(wrong: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert is_seen("wide boxes", WRONG_BOXES[wrong], tmp_path, monkeypatch)
+    assert is_seen("ring of boxes", WRONG_BOXES[wrong], tmp_path, monkeypatch)
 
 
 def is_seen(cut: str, change: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> bool:
@@ -607,12 +612,13 @@ def is_seen(cut: str, change: tuple[str, str], tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr(tail_emulator, "FOLDER", tmp_path)
     hidden, latent, world, capacity = CUTS[cut]
     g = Geometry.choose(hidden, latent, world, arch="sm_90a", capacity=capacity)
-    tokens = 8 if g.box_rows else 16
-    group = Ranks(tail_emulator.build(tmp_path / "built", g, tokens), g, tokens, deadline=1e-3)
+    tokens = 64 if g.box_rows else 16
+    library = tail_emulator.build(tmp_path / "built", g, tokens, ring=RINGS.get(cut, 0))
+    group = Ranks(library, g, tokens, deadline=1e-3)
     for seed in range(6):
         group.fill()
         kept = []
-        for number, m in enumerate((12, 1, 9, 2, 12, 3)):
+        for number, m in enumerate((36, 1, 17, 2, 33, 3) if g.box_rows else (12, 1, 9, 2, 12, 3)):
             case, expected = exact(group, m, number)
             if m > 9:
                 case.routed[0, 9, 8:10].view(torch.int16).fill_(-1)

@@ -26,16 +26,28 @@ template <int ID> void sync_at(int threads) {
   give_way();
 }
 
-// A barrier's word: 1 + the bytes that are still to come, 0 once they have.
-inline u64& barrier_word(u32 bar) {
+inline Barrier& barrier_at(u32 bar) {
   aligned((void*)(uintptr_t)bar, 8);
-  return *(u64*)(block_memory() + bar);
+  if (bar + 8 > current->block->memory.size()) abort();
+  return current->block->barriers[bar];
 }
-inline void barrier_init(u32 bar) { barrier_word(bar) = 1; }
+inline void barrier_step(Barrier& b) {
+  if (b.arrived < b.arrivals || b.bytes) return;
+  b.arrived = 0;
+  b.round++;
+}
+inline void barrier_init(u32 bar, u32 arrivals) { barrier_at(bar) = {arrivals}; }
 inline void barrier_init_done() {}
-inline void barrier_expect(u32 bar, u32 bytes) { barrier_word(bar) += bytes; }
-inline bool barrier_passed(u32 bar) { give_way(); return barrier_word(bar) == 0; }
-inline void barrier_wait(u32 bar) { while (!barrier_passed(bar)) {} }
+inline void barrier_arrive(u32 bar) {
+  barrier_at(bar).arrived++;
+  barrier_step(barrier_at(bar));
+}
+inline void barrier_expect(u32 bar, u32 bytes) {
+  barrier_at(bar).bytes += bytes;
+  barrier_arrive(bar);
+}
+inline bool barrier_passed(u32 bar, u32 parity) { give_way(); return (barrier_at(bar).round & 1) != parity; }
+inline void barrier_wait(u32 bar, u32 parity) { while (!barrier_passed(bar, parity)) {} }
 inline void set_shared(u32* p, u32 v) { *p = v; }
 inline u32 look_shared(const u32* p) { give_way(); return *p; }
 
@@ -55,9 +67,8 @@ inline void load_box(u32 to, const TensorMap* map, int column, int row, u32 bar,
       if (inside) memcpy(place, (const char*)m[0] + (row + r) * m[3] + 2 * (column + 8 * c), 16);
       else memset(place, 0, 16);
     }
-  u64& word = barrier_word(bar);
-  word -= 128 * m[4];
-  if (word == 1) word = 0;
+  barrier_at(bar).bytes -= 128 * m[4];
+  barrier_step(barrier_at(bar));
 }
 
 // ---- products ------------------------------------------------------------------------------------------------------
@@ -69,15 +80,13 @@ inline u64 operand(u32 address) {
   return (u64)(address >> 4) | 64ull << 32;
 }
 inline void product_begin() {}
-inline void product_commit() {}
-inline void product_wait() {}
-
+inline void product_commit() { current->products.emplace_back(); }
 // Element k of a row of an operand: from the format of a matrix descriptor, not from how the kernel stores it.
 inline float element(u64 matrix, int row, int k) {
   const u32 place = ((u32)matrix & 0x3FFF) * 16 + row / 8 * ((u32)(matrix >> 32 & 0x3FFF) * 16) + row % 8 * 128 + 2 * k;
   return __uint_as_float((u32)at<uint16_t>(block_memory() + (place ^ (place >> 7 & 7) << 4)) << 16);
 }
-template <int N> void product(float (&d)[N], u64 a, u64 b) {
+template <int N> void make_product(float (&d)[N], u64 a, u64 b) {
   const int lane = current->thread.x % 32, warp = current->thread.x / 32 % 4;
   for (int i = 0; i < warp; i++) give_way();  // so that warps drift apart
   for (int n = 0; n < N / 4; n++)
@@ -87,4 +96,19 @@ template <int N> void product(float (&d)[N], u64 a, u64 b) {
         for (int k = 0; k < 16; k++)
           sum += element(a, 16 * warp + lane / 4 + 8 * i, k) * element(b, 8 * n + lane % 4 * 2 + j, k);
       }
+}
+
+// The last group is open. Half of the warps make their products at once, half as late as they may: of what the operands
+// hold by then.
+template <int N> void product(float (&d)[N], u64 a, u64 b) {
+  if (current->products.empty()) current->products.emplace_back();
+  if (current->thread.x / 32 % 2) current->products.back().push_back({a, b});
+  else make_product(d, a, b);
+}
+template <int PENDING, int N> void product_wait(float (&d)[N]) {
+  auto& groups = current->products;
+  while (groups.size() > PENDING + 1) {
+    for (auto [a, b] : groups.front()) make_product(d, a, b);
+    groups.erase(groups.begin());
+  }
 }

@@ -11,6 +11,7 @@
 #include <cstdint>
 #include <cstdlib>
 #include <cstring>
+#include <map>
 #include <memory>
 #include <random>
 #include <vector>
@@ -38,6 +39,7 @@ using std::min;
 
 // ---- fibers --------------------------------------------------------------------------------------------------------
 
+struct Barrier { u32 arrivals = 0, arrived = 0, bytes = 0, round = 0; };
 struct Warp {
   int arrived = 0;
   u64 generation = 0;
@@ -50,6 +52,7 @@ struct Block {
   std::vector<char> memory;      // dynamic shared memory
   alignas(16) char fixed[1024];  // static shared memory
   std::vector<Warp> warps;
+  std::map<u32, Barrier> barriers;  // in its shared memory, by address
   struct { int arrived = 0; u64 generation = 0; } named[4];  // barriers of some of its warps
 };
 struct Fiber {
@@ -57,6 +60,7 @@ struct Fiber {
   std::unique_ptr<char[]> stack;
   Block* block;
   int rank;
+  std::vector<std::vector<std::pair<u64, u64>>> products;  // groups, asked of the tensor cores and not waited for
   dim thread, cta, grid;
   bool done = false;
   bool (*blocked)(Fiber*) = nullptr;  // what it waits for: not run before that is over
