@@ -126,7 +126,8 @@ def tune(
 
     Args:
         measured: the times.
-        incumbent: the table in use until now.
+        incumbent: the table in use until now. If it is for the same machine, its times of sizes outside of what was
+            measured now stay too.
         rules: what may change.
         family, world_size: what the table is for.
         provenance, about: where the numbers come from, for the file.
@@ -145,17 +146,18 @@ def tune(
         row = incumbent.rows.get(tier, Window())
         outside = _without(row.tokens, sizes[0], sizes[-1])
         table[tier] = attrs.evolve(row, tokens=_joined([*outside, *cells]))
-    times = {
-        tier: Timings(
-            tokens=tuple(rows for rows in sizes if tier in measured.samples[rows]),
-            us=tuple(
-                round(statistics.median(measured.samples[rows][tier]), 3)
-                for rows in sizes
-                if tier in measured.samples[rows]
-            ),
-        )
-        for tier in measured.numerics
-    }
+    earlier = incumbent.timings if (incumbent.family, incumbent.world_size) == (family, world_size) else {}
+    times = {}
+    for tier in [tier for tier in Tier if tier in measured.numerics or tier in earlier]:
+        before = earlier.get(tier)
+        us = {} if before is None else dict(zip(before.tokens, before.us, strict=True))
+        us = {rows: one for rows, one in us.items() if not sizes[0] <= rows <= sizes[-1]}
+        us |= {rows: round(statistics.median(of[tier]), 3) for rows, of in measured.samples.items() if tier in of}
+        if us:
+            times[tier] = Timings(tokens=tuple(sorted(us)), us=tuple(us[rows] for rows in sorted(us)))
+    about = dict(about or {})
+    if any(set(one.tokens) - set(sizes) for one in times.values()):
+        about["earlier_times"] = f"below {sizes[0]} or above {sizes[-1]} rows: {incumbent.provenance}"
     windows = Windows(
         tiers=Tier,
         rows=table,
@@ -163,7 +165,7 @@ def tune(
         world_size=world_size,
         provenance=provenance,
         settings=incumbent.settings,
-        measured=about or {},
+        measured=about,
         timings=times,
     )
     return Tuned(windows=windows, changes=tuple(changes))

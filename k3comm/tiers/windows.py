@@ -18,7 +18,7 @@ A file looks like this; every row is optional, but SEPARATE_REDUCE (the enum's l
     [measured]               # what `k3comm tune` says about the run that the ranges come from; texts, for readers
     date = "2026-01-31T12:00:00+00:00"
 
-    [timings.TAIL_FUSION]    # of that run: microseconds of one call by number of tokens; chooses nothing
+    [timings.TAIL_FUSION]    # microseconds of one call by number of tokens, of that run and earlier ones; no choice
     tokens = [1, 16]
     us = [8.2, 10.1]
 

@@ -358,7 +358,7 @@ def windows_of(**tokens: TokenRange) -> Windows[Tier]:
 
 
 def test_buffers_hold_what_the_windows_may_ask_for() -> None:
-    default = choose_windows("sm90", 3).windows
+    default = choose_windows("default", 3).windows
     assert first_rows(proposal_of(windows=default)) == 4096
     assert first_rows(proposal_of(windows=default, max_tokens=9000)) == 8192
     assert first_rows(proposal_of(windows=default, max_tokens=100)) == 100

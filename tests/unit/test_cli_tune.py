@@ -125,6 +125,22 @@ def test_between_two_sizes_the_larger_one_judges() -> None:
     assert windows.rows[T.PEER_AR].tokens == (TokenRange(4, 16),)
 
 
+def test_times_of_other_sizes_stay_where_they_are_of_the_same_machine() -> None:
+    earlier = {T.TAIL_FUSION: Timings(tokens=(1, 32, 4096), us=(8.0, 14.0, 900.0))}
+    times: dict[int, dict[T, float | Sequence[float]]] = {
+        m: {T.PEER_AR: 50.0, T.SEPARATE_REDUCE: 66.0} for m in (8, 64)
+    }
+    incumbent = attrs.evolve(PLAIN, family="sm90", world_size=2, timings=earlier, provenance="before")
+    found = tuned(times, incumbent).windows
+    assert found.timings[T.TAIL_FUSION] == Timings(tokens=(1, 4096), us=(8.0, 900.0))
+    assert found.timings[T.PEER_AR].tokens == (8, 64)
+    assert found.measured["earlier_times"] == "below 8 or above 64 rows: before"
+    for elsewhere in (attrs.evolve(incumbent, family="sm100"), attrs.evolve(incumbent, world_size=4)):
+        other = tuned(times, elsewhere).windows
+        assert T.TAIL_FUSION not in other.timings
+        assert "earlier_times" not in other.measured
+
+
 def test_outside_the_measured_sizes_the_incumbent_stays() -> None:
     windows = tuned(
         {m: {T.PEER_AR: 99.0, T.FUSED_LANE_AR: 20.0, T.SEPARATE_REDUCE: 30.0} for m in (32, 64)}, HOST

@@ -130,6 +130,10 @@ def as_document(windows: Windows[Tier]) -> dict[str, Any]:
             }
             for tier, window in windows.rows.items()
         },
+        "measured": dict(windows.measured),
+        "timings": {
+            tier.name: {"tokens": list(times.tokens), "us": list(times.us)} for tier, times in windows.timings.items()
+        },
     }
 
 
