@@ -50,6 +50,29 @@ def test_one_rank_finishes_a_layer(dtype: str, num_tokens: int) -> None:
     assert out.shape == (num_tokens, 24)
 
 
+def test_the_end_of_the_device_is_told_by_what_ended_it(
+    comm: Communicator, tail: k3comm.MoETail, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After a wait in a kernel has expired, asking whether a graph is captured is the first thing that fails."""
+
+    def ended() -> bool:
+        raise RuntimeError("unspecified launch failure")
+
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", ended)
+    monkeypatch.setattr(comm, "device", torch.device("meta"))  # any but "cpu"
+    arguments = rows(3, 8, device="meta"), rows(3, 24, device="meta")
+    with pytest.raises(RuntimeError, match="unspecified launch failure"):  # nothing else is known of it
+        tail(*arguments)
+    expired = k3comm.PeerTimeoutError("nothing from rank 1", (1,))
+    monkeypatch.setattr(comm._tiers[Tier.SEPARATE_REDUCE], "failure", lambda: expired)
+    with pytest.raises(k3comm.PeerTimeoutError) as caught:
+        tail(*arguments)
+    assert caught.value is expired
+    assert str(caught.value.__cause__) == "unspecified launch failure"
+    with pytest.raises(k3comm.ClosedError, match=r"PeerTimeoutError: nothing from rank 1"):
+        tail(*arguments)
+
+
 def test_one_rank_says_why_it_uses_one_tier(comm: Communicator) -> None:
     text = str(comm.report)
     assert "1 rank on 1 host" in text
