@@ -41,20 +41,10 @@ from torch import Tensor
 from k3comm.buffers.mailbox import COUNTER_BYTES, MailboxLayout
 from k3comm.kernels import reference
 from k3comm.kernels.compile import KernelVariant, arch_of, compile_kernel
+from k3comm.kernels.expiry import Expired
 from k3comm.kernels.finalize import Deferred, finalize
-from k3comm.kernels.tail_fusion import (
-    COMPLETIONS,
-    MAX_CELLS,
-    MAX_ROWS,
-    TILE,
-    Entry,
-    Expired,
-    Form,
-    Geometry,
-    LaneAddresses,
-    TailKernels,
-    kernel_variant,
-)
+from k3comm.kernels.tail_fusion import COMPLETIONS, Entry, Form, LaneAddresses, TailKernels, kernel_variant
+from k3comm.kernels.tail_geometry import MAX_CELLS, MAX_ROWS, TILE, Geometry
 from k3comm.settings import Settings
 from k3comm.tiers.tier import Numerics
 
@@ -790,7 +780,7 @@ def stopped(phase: str) -> None:
         print("no error")
     except RuntimeError as problem:
         found = Expired.read(every[0].tail.record)
-        text = "no record" if found is None else str(found.error(2, 0, 0.3))
+        text = "no record" if found is None else str(found.error(2, 0.3))
         print(f"expired after {time.time() - start:.2f} s: {text} ({type(problem).__name__})", flush=True)
     os._exit(0)
 

@@ -4,8 +4,8 @@ The rules, all of them:
 
 - Sizes between two measured ones are judged by the larger one, as an engine that pads a batch to it would run it.
   Below the smallest and beyond the largest measured size nothing is known, and the incumbent's rows stay.
-- At a measured size the incumbent is the tier that its table gives to the tiers that were measured there, whatever the
-  kind of forward. A tier replaces it only if all its repetitions were faster than all the incumbent's: where they
+- The incumbent of a size is the tier that its table gives to the tiers that were measured, whatever the kind of
+  forward; between two measured sizes each stretch has its own. A tier replaces it only if all its repetitions were faster than all the incumbent's: where they
   overlap the difference is noise, and the incumbent stays.
 - Of several that are faster, the fastest; of those that overlap with the fastest, the most accurate class, then the
   enum's order.
@@ -136,10 +136,11 @@ def tune(
     held: dict[Tier, list[TokenRange]] = {tier: [] for tier in measured.numerics}
     changes = []
     for place, rows in enumerate(sizes):
-        chosen = _chosen(rows, measured, incumbent, rules)
-        cell = TokenRange(sizes[place - 1] + 1 if place else rows, rows)
-        for tier in chosen:
-            held[tier].append(cell)
+        chosen: list[Tier] = []
+        for stretch in _stretches(sizes[place - 1] + 1 if place else rows, rows, incumbent):
+            chosen = _chosen(rows, measured, incumbent, rules, stretch.first)
+            for tier in chosen:
+                held[tier].append(stretch)
         changes.append(_change(rows, measured, incumbent, chosen[0]))
     table = dict(incumbent.rows)
     for tier, cells in held.items():
@@ -182,18 +183,27 @@ def in_use(rows: int, tiers: Sequence[Tier], windows: Windows[Tier]) -> Tier:
     return max(tiers)
 
 
-def _chosen(rows: int, measured: Measured, incumbent: Windows[Tier], rules: Rules) -> list[Tier]:
-    """The tiers whose windows hold at `rows`, best first: the choice, then the choice among those after it, ..."""
+def _stretches(first: int, last: int, incumbent: Windows[Tier]) -> list[TokenRange]:
+    """first .. last, cut where the incumbent's table changes."""
+    starts = {first}
+    for row in incumbent.rows.values():
+        for tokens in row.tokens:
+            starts |= {tokens.first, last + 1 if tokens.last is None else tokens.last + 1}
+    inside = sorted(start for start in starts if first <= start <= last)
+    return [TokenRange(start, end - 1) for start, end in zip(inside, [*inside[1:], last + 1], strict=True)]
+
+
+def _chosen(rows: int, measured: Measured, incumbent: Windows[Tier], rules: Rules, at: int) -> list[Tier]:
+    """The tiers whose windows hold at `at`, by the times of `rows` rows, best first: the choice, then the choice among
+    those after it, ..."""
     left, chosen = sorted(measured.samples[rows]), []
     while left:
-        chosen.append(_choice(rows, left, measured, incumbent, rules))
+        chosen.append(_choice(measured.samples[rows], left, measured, in_use(at, left, incumbent), rules))
         left = [tier for tier in left if tier > chosen[-1]]
     return chosen
 
 
-def _choice(rows: int, tiers: Sequence[Tier], measured: Measured, incumbent: Windows[Tier], rules: Rules) -> Tier:
-    samples = measured.samples[rows]
-    today = in_use(rows, tiers, incumbent)
+def _choice(samples: Samples, tiers: Sequence[Tier], measured: Measured, today: Tier, rules: Rules) -> Tier:
     faster = [
         tier
         for tier in tiers

@@ -27,16 +27,10 @@ from torch import Tensor
 
 from k3comm.errors import InputError
 from k3comm.kernels.compile import KernelVariant, arch_of, compile_kernel
+from k3comm.kernels.expiry import RECORD_WORDS
 from k3comm.kernels.launch import Launch, LaunchShape, load_kernel
-from k3comm.kernels.tail_fusion import (
-    COUNTER_BYTES,
-    MAX_CELLS,
-    MAX_WORLD,
-    RECORD_WORDS,
-    Expired,
-    aligned_rows,
-    aligned_vector,
-)
+from k3comm.kernels.tail_fusion import COUNTER_BYTES, aligned_rows, aligned_vector
+from k3comm.kernels.tail_geometry import MAX_CELLS, MAX_WORLD
 from k3comm.settings import Settings
 
 MAX_BLOCKS: Final = 128
@@ -53,9 +47,6 @@ FRAGMENT: Final = 8
 
 ALIGNMENT: Final = 128
 """Bytes; of every part of the layout: a cache line."""
-
-PHASES: Final = {"16": "staged", "17": "read"}
-"""`enum LanePhase` of lane_one_shot.cu, by what `Expired.read` makes of a number that is not the fused tail's."""
 
 
 def _up(value: int, multiple: int) -> int:
@@ -188,12 +179,6 @@ NORM_FP32: Final = 1
 """Bit of `Arguments.flags`."""
 
 
-def expired(record: Tensor) -> Expired | None:
-    """What a wait that expired left behind in a record, int32 [RECORD_WORDS] in host memory; None if none has."""
-    found = Expired.read(record)
-    return None if found is None else attrs.evolve(found, phase=PHASES.get(found.phase, found.phase))
-
-
 class OneShot:
     """The kernel on one GPU; one call at a time in each lane. Usable once `start` has said how many CTAs it has.
 
@@ -207,7 +192,7 @@ class OneShot:
         settings: `pdl` and `poll_deadline` count, and where kernels are cached.
 
     Attributes:
-        record: int32 [RECORD_WORDS], pinned: see `expired`.
+        record: int32 [RECORD_WORDS], pinned: see `expiry.Expired`.
         capacity: CTAs that the whole device can hold at once, up to one an SM.
 
     Raises:

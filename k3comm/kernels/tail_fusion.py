@@ -1,25 +1,8 @@
-"""The fused decode tail on a GPU, as the host sees it: geometry, variants, workspace, arguments, launches.
-
-**Geometry.** The grid of the exchange is groups x slices, the same for every m: a CTA owns one slice of the L latent
-columns and one group of this rank's H/W output columns. It needs its own slice of the latent mailbox only, so every CTA
-does its share of the exchange and nothing is handed over; the slices' partial products meet in the finish. All CTAs are
-resident at once, one an SM, since they wait for other ranks. No order of additions depends on m, so a row's bits don't
-either; they do depend on the geometry, which follows from the shape, the architecture and the SMs alone.
-
-A slice is at most MAX_SLICE columns: a tensor core truncates its sums, and a long chain of them has a bias (0.7e-6 of
-the product after 32 steps by a model without guard bits, where K0 allows 2e-6); slices are added by rounding additions.
+"""The fused decode tail on a GPU, as the host sees it: variants, workspace, arguments, launches.
 
 **Forms.** Split: `tail_exchange` writes partial products and ends, `tail_finish` does the rest; in a chain with
 programmatic dependent launch the next call's first loads start under it. Whole: `tail_whole`, one kernel, where a call
 stands alone. Both give the same bits.
-
-**Paths of the projection.** The general one runs everywhere: weights through registers, mma.sync. On sm_90a, where a
-cut into equal slices (multiples of 64 columns) and equal groups (multiples of 16 rows, 64 to 256) fits the shared
-memory (K3 at W = 2, 4, 8 and 16: yes), a warp of its own streams the CTA's block of W_up by TMA into shared memory,
-from the kernel's start on and so under the call before, and wgmma multiplies from there. Where two CTAs fit an SM (K3
-from W = 4 on) call n + 1 loads under all of call n. Where z of 32 or 64 rows leaves no room for all of the weights they
-come in a ring. A column of wgmma's result depends on that column of z alone, so all variants give the same bits. Before
-this CTA's polls are over only a few boxes are in flight.
 
 **Numerics.** s * g goes in as two BF16 terms, r = rsqrt(mean square) multiplies afterwards (K0, docs/tiers.md). Where
 the first term is not finite the second is zero.
@@ -45,20 +28,21 @@ import attrs
 import torch
 from torch import Tensor
 
-from k3comm.errors import InputError, PeerTimeoutError
-from k3comm.kernels.compile import SHARED_LIMITS, KernelVariant, arch_of, compile_kernel
+from k3comm.kernels.compile import KernelVariant, compile_kernel
+from k3comm.kernels.expiry import RECORD_WORDS
 from k3comm.kernels.finalize import Deferred
 from k3comm.kernels.launch import MAP_BYTES, Launch, LaunchShape, load_kernel, tensor_map
+from k3comm.kernels.tail_geometry import (
+    BOX_RESIDENT,
+    FINISH_THREADS,
+    MAX_CELLS,
+    MAX_ROWS,
+    MAX_WORLD,
+    STRIPE,
+    THREADS,
+    Geometry,
+)
 from k3comm.settings import Settings
-
-MAX_ROWS: Final = 64
-"""Rows of a call at most: what the mailboxes and the workspace hold."""
-
-MAX_WORLD: Final = 16
-"""Ranks at most: length of the address lists in `Arguments`."""
-
-MAX_CELLS: Final = 256
-"""CTAs of the exchange at most: a cell of the counters each."""
 
 COMPLETIONS: Final = 1 << 20
 """What a call that is done whole adds to the completion word, as in mailbox.cuh."""
@@ -68,63 +52,6 @@ COUNTER_BYTES: Final = 12 * MAX_CELLS + 128 + 128
 
 CREDITS: Final = COUNTER_BYTES - 8 * MAX_WORLD
 """Where the credits are in the counters."""
-
-THREADS: Final = 512
-FINISH_THREADS: Final = 128
-"""A block of the exchange, and of the finish."""
-
-FINISH_BLOCKS: Final = 4
-"""Blocks of the finish an SM at most: with 128 registers a thread they fit beside each other."""
-
-TILE: Final = 16
-"""Output columns that a warp multiplies at once."""
-
-STEP: Final = 32
-"""Latent columns that a thread's 16-byte loads cover at once; a slice is a multiple."""
-
-MAX_SLICE: Final = 512
-"""Latent columns of a slice at most; the module's docstring says why."""
-
-STATIC_SHARED: Final = 1024
-"""Bytes of shared memory that are left to the compiler, and to the driver (1 KiB a block)."""
-
-SM_SHARED: Final = 228 << 10
-"""Bytes of shared memory of an SM of compute capability 9.0 (CUDA programming guide, technical specifications)."""
-
-TOKENS: Final = (8, 16, 32, 64)
-"""Variants of the general path, by the rows that they hold."""
-
-BOX_TOKENS: Final = (4, 8, 16, 32, 64)
-"""Variants of sm_90a's path."""
-
-BOX_RESIDENT: Final = 16
-"""Rows up to which all weights of a CTA have to fit in shared memory beside z. With more they may come in a ring."""
-
-STRIPE: Final = 64
-"""Latent columns of a box of weights: 128 bytes, the span of the swizzle."""
-
-GROUP_ROWS: Final = (64, 256)
-"""Output columns of a group on sm_90a's path: from one tile of wgmma's 64 to one for each of four warpgroups."""
-
-BOX_ROWS: Final = 64
-"""Of a box at most. Boxes of 7 KB and more read as fast as larger ones, and a window of a few of them is finer."""
-
-WINDOW: Final = 3
-"""Boxes in flight before a CTA's polls are over. On an H200, in loopback at world size 2, two were slower by 0.4 to 0.8
-us up to 16 rows, five and more by 0.5 and more from 4 rows on; at world size 4, where the weights of two CTAs fit an
-SM, two were faster by 0.1 to 0.3 us (docs/performance.md)."""
-
-WIDER_ROWS: Final = 8
-"""Rows up to which one box more is better: by 0.7 us at one row, by nothing at 8; at 12 it is worse by 0.4."""
-
-POLL_ROWS: Final = 8
-"""Rows by which the cost of polling counts in the choice of a cut."""
-
-SLICE_COST: Final = 1024
-"""What one more slice costs the finish, in bytes of weights that a CTA reads in the same time. A seed for tuning."""
-
-BOX_SLICE_COST: Final = 1536
-"""Likewise on sm_90a's path."""
 
 
 @unique
@@ -143,219 +70,6 @@ class Entry(Enum):
     tail_finish = 2
     tail_whole = 3
     tail_next_norm = 4
-
-
-def _up(value: int, multiple: int) -> int:
-    return -(-value // multiple) * multiple
-
-
-def _pitch(slice_width: int) -> int:
-    """Bytes of a row of z in shared memory, as in the kernel: an odd multiple of 64."""
-    return (slice_width // STEP | 1) * 64
-
-
-def _shared_bytes(slice_width: int, tokens: int) -> int:
-    """Dynamic shared memory of the exchange: two terms of z, and the squares of each fragment."""
-    return tokens * (2 * _pitch(slice_width) + 4 * (slice_width // 8))
-
-
-def _box_rows(group_rows: int) -> int:
-    """Rows of a box: the largest multiple of 8 up to BOX_ROWS that divides a group."""
-    return next(rows for rows in range(BOX_ROWS, 0, -8) if group_rows % rows == 0)
-
-
-def _box_shared_bytes(group_rows: int, slice_width: int, tokens: int, ring: int) -> int:
-    """Dynamic shared memory of the exchange on sm_90a's path: `ring` stripes of weights, z, squares, a barrier a box
-    and a stripe of the ring, two words of 8."""
-    stripes = slice_width // STRIPE
-    barriers = ring * (group_rows // _box_rows(group_rows)) + ring
-    return 2 * group_rows * ring * STRIPE + 4 * tokens * slice_width + 4 * tokens * stripes + 8 * barriers + 16
-
-
-@attrs.frozen(kw_only=True)
-class Geometry:
-    """How a tail is cut into CTAs. Made by `choose`, for one architecture.
-
-    Attributes:
-        hidden_size, latent_size, world_size: H, L, W.
-        arch: the architecture.
-        slice_width, slices: latent columns of a slice, a multiple of STEP; their number.
-        group_tiles, groups: tiles of TILE output columns of a group; their number.
-        box_rows: rows of a box of weights on sm_90a's path; 0 is the general path.
-    """
-
-    hidden_size: int
-    latent_size: int
-    world_size: int
-    arch: str
-    slice_width: int
-    slices: int
-    group_tiles: int
-    groups: int
-    box_rows: int = 0
-
-    @property
-    def columns(self) -> int:
-        """H/W, the output columns that each rank owns."""
-        return self.hidden_size // self.world_size
-
-    @property
-    def blocks(self) -> int:
-        """CTAs of the exchange, and of the one-kernel form."""
-        return self.slices * self.groups
-
-    @property
-    def partial_bytes(self) -> int:
-        """Of the partial products: fp32 [MAX_ROWS, slices, H/W]. In memory of this rank's own, one a lane."""
-        return 4 * MAX_ROWS * self.slices * self.columns
-
-    @property
-    def square_bytes(self) -> int:
-        """Of the slices' squares: fp32 [groups, MAX_ROWS, slices]. Likewise."""
-        return 4 * self.groups * MAX_ROWS * self.slices
-
-    @property
-    def threads(self) -> int:
-        """Of a block of the exchange that take part in all of it: a warpgroup a tile of 64 rows, no fewer than 256."""
-        return 256 if self.box_rows and self.group_tiles * TILE <= 128 else THREADS
-
-    @property
-    def block(self) -> int:
-        """Threads of a block of the exchange, with the warp that loads."""
-        return self.threads + (32 if self.box_rows else 0)
-
-    @property
-    def tokens(self) -> tuple[int, ...]:
-        """Variants of the exchange, by the rows that they hold at once."""
-        return BOX_TOKENS if self.box_rows else TOKENS
-
-    def tokens_for(self, rows: int) -> int:
-        """The variant for so many rows.
-
-        Raises:
-            InputError: more rows than MAX_ROWS, or none.
-        """
-        if type(rows) is not int or not 1 <= rows <= MAX_ROWS:
-            raise InputError(f"rows: {rows!r} given; accepted are 1 to {MAX_ROWS}")
-        return next((tokens for tokens in self.tokens if rows <= tokens), self.tokens[-1])
-
-    def shared_bytes(self, tokens: int) -> int:
-        """Dynamic shared memory a CTA of the exchange, for so many rows at once."""
-        if self.box_rows:
-            return _box_shared_bytes(self.group_tiles * TILE, self.slice_width, tokens, self.ring(tokens))
-        return _shared_bytes(self.slice_width, tokens)
-
-    def ring(self, tokens: int) -> int:
-        """Stripes of weights that are in shared memory at once on sm_90a's path, of those of a slice."""
-        stripes, rows = self.slice_width // STRIPE, self.group_tiles * TILE
-        fits = [
-            n
-            for n in range(1, stripes + 1)
-            if _box_shared_bytes(rows, self.slice_width, tokens, n) <= SHARED_LIMITS[self.arch]
-        ]
-        return fits[-1]
-
-    def window(self, rows: int) -> int:
-        """Boxes of weights in flight before a CTA's polls are over."""
-        if 2 * 2 * self.group_tiles * TILE * self.slice_width <= SM_SHARED:  # the weights of two CTAs
-            return WINDOW - 1
-        return WINDOW + 1 if rows <= WIDER_ROWS else WINDOW
-
-    def finish_blocks(self, rows: int, capacity: int) -> int:
-        """CTAs of the finish: one for the credits, and a thread for four columns of a row, as far as the grid is
-        resident at once."""
-        return 1 + min(-(-rows * self.columns // (4 * FINISH_THREADS)), FINISH_BLOCKS * capacity - 1)
-
-    @classmethod
-    def choose(
-        cls, hidden_size: int, latent_size: int, world_size: int, *, arch: str, capacity: int, general: bool = False
-    ) -> Geometry:
-        """The cut with the fewest bytes of weights a CTA, counting a slice as SLICE_COST bytes more.
-
-        On sm_90a one for its own path if there is any (the module's docstring); there the mailbox that a CTA polls
-        counts too, and a slice as BOX_SLICE_COST.
-
-        Args:
-            hidden_size, latent_size, world_size: H, L, W.
-            arch: of `compile.ARCHITECTURES`.
-            capacity: CTAs that are resident at once for this rank: SMs, or a share of them where ranks share a GPU.
-            general: the general path in any case.
-
-        Raises:
-            InputError: a shape that does not fall into fragments of 16 bytes, or that the capacity can't hold.
-        """
-        if arch not in SHARED_LIMITS:
-            raise InputError(f"arch: {arch!r} given; accepted are {', '.join(SHARED_LIMITS)}")
-        if type(world_size) is not int or not 2 <= world_size <= MAX_WORLD:
-            raise InputError(f"world_size: {world_size!r} given; accepted are 2 to {MAX_WORLD}")
-        for name, size, multiple in (("hidden_size", hidden_size, 8 * world_size), ("latent_size", latent_size, 8)):
-            if type(size) is not int or size < 1 or size % multiple:
-                raise InputError(f"{name}: {size!r} given; accepted are multiples of {multiple}")
-        if type(capacity) is not int or capacity < 1:
-            raise InputError(f"capacity: {capacity!r} given; accepted are whole numbers from 1")
-        cells = min(capacity, MAX_CELLS)
-        if arch == "sm_90a" and not general:
-            boxed = _box_cut(hidden_size // world_size, latent_size, world_size, arch, cells)
-            if boxed is not None:
-                group_rows, slices = boxed
-                return cls(
-                    hidden_size=hidden_size,
-                    latent_size=latent_size,
-                    world_size=world_size,
-                    arch=arch,
-                    slice_width=latent_size // slices,
-                    slices=slices,
-                    group_tiles=group_rows // TILE,
-                    groups=hidden_size // world_size // group_rows,
-                    box_rows=_box_rows(group_rows),
-                )
-        widest = _widest_slice(arch)
-        tiles = -(-hidden_size // world_size // TILE)
-        best: tuple[int, int, int, int] | None = None
-        for slices in range(-(-latent_size // widest), min(cells, -(-latent_size // STEP)) + 1):
-            width = _up(-(-latent_size // slices), STEP)
-            if -(-latent_size // width) != slices:
-                continue
-            group_tiles = -(-tiles // (cells // slices))
-            cost = 2 * TILE * group_tiles * width + SLICE_COST * slices
-            if best is None or cost < best[0]:
-                best = cost, slices, width, group_tiles
-        if best is None:
-            raise InputError(
-                f"latent_size: {latent_size} given; accepted are up to {widest * cells} with {cells} resident blocks"
-            )
-        _, slices, width, group_tiles = best
-        return cls(
-            hidden_size=hidden_size,
-            latent_size=latent_size,
-            world_size=world_size,
-            arch=arch,
-            slice_width=width,
-            slices=slices,
-            group_tiles=group_tiles,
-            groups=-(-tiles // group_tiles),
-        )
-
-
-def _box_cut(columns: int, latent_size: int, world_size: int, arch: str, cells: int) -> tuple[int, int] | None:
-    """Rows of a group and number of slices on sm_90a's path; None if no cut into equal ones fits."""
-    cuts = []
-    for group_rows in range(GROUP_ROWS[0], GROUP_ROWS[1] + 1, TILE):
-        for slices in range(1, cells + 1):
-            width = latent_size // slices
-            if columns % group_rows or latent_size % (slices * STRIPE) or width > MAX_SLICE:
-                continue
-            fits = _box_shared_bytes(group_rows, width, BOX_RESIDENT, width // STRIPE) <= SHARED_LIMITS[arch]
-            if fits and slices * (columns // group_rows) <= cells:
-                polled = 2 * POLL_ROWS * world_size * width
-                cuts.append((2 * group_rows * width + polled + BOX_SLICE_COST * slices, group_rows, slices))
-    return min(cuts)[1:] if cuts else None
-
-
-def _widest_slice(arch: str) -> int:
-    """The widest slice whose MAX_ROWS rows of z fit in shared memory."""
-    room = SHARED_LIMITS[arch] - STATIC_SHARED
-    return max(width for width in range(STEP, MAX_SLICE + 1, STEP) if _shared_bytes(width, TOKENS[-1]) <= room)
 
 
 # Variants
@@ -578,72 +292,10 @@ class LaneAddresses:
         )
 
 
-# Time-outs
-
-
-PHASES: Final = {1: "completion", 2: "latent", 3: "shared", 4: "partials", 5: "gather", 6: "credit"}
-"""`enum Phase` of mailbox.cuh."""
-
-OPERATIONS: Final = {1: "moe_tail"}
-"""`enum Operation` of mailbox.cuh."""
+# Launches
 
 MAX_MAPS: Final = 4096
 """Tensor maps that are kept, one a layer; weights that have to be copied for every call would otherwise add up."""
-
-RECORD_WORDS: Final = 16
-"""Of a record in pinned memory; nine are used."""
-
-
-@attrs.frozen
-class Expired:
-    """What a wait on the device left behind when its deadline passed.
-
-    Attributes:
-        operation: "moe_tail". phase: of PHASES. layer, call, token: which.
-        peer: whose data did not come; this rank itself in the phases "completion" and "partials".
-        rank: who waited.
-    """
-
-    operation: str
-    layer: int
-    call: int
-    phase: str
-    token: int
-    peer: int
-    rank: int
-
-    @classmethod
-    def read(cls, record: Tensor) -> Expired | None:
-        """From a record, int32 [RECORD_WORDS] in host memory; None if nothing expired."""
-        words = [word & 0xFFFFFFFF for word in record.tolist()]
-        if words[0] != 1:
-            return None
-        operation, layer, low, high, phase, token, peer, rank = words[1:9]
-        return cls(
-            OPERATIONS.get(operation, str(operation)),
-            layer,
-            high << 32 | low,
-            PHASES.get(phase, str(phase)),
-            token,
-            peer,
-            rank,
-        )
-
-    def error(self, world_size: int, lane: int, seconds: float) -> PeerTimeoutError:
-        """What to raise for it."""
-        what = (
-            f"{self.operation} on rank {self.rank} of {world_size}: layer {self.layer}, call {self.call} of lane "
-            f"{lane}, phase {self.phase}, token {self.token}: "
-        )
-        if self.peer == self.rank and self.phase in ("completion", "partials"):
-            return PeerTimeoutError(f"{what}a kernel of this rank did not end within {seconds:g} s", (self.peer,))
-        return PeerTimeoutError(
-            f"{what}nothing from rank {self.peer} within {seconds:g} s (settings.poll_deadline); it is late, or gone",
-            (self.peer,),
-        )
-
-
-# Launches
 
 
 def aligned_rows(x: Tensor) -> Tensor:
@@ -679,7 +331,7 @@ class TailKernels:
             is held back.
 
     Attributes:
-        record: int32 [RECORD_WORDS], pinned: see `Expired`.
+        record: int32 [RECORD_WORDS], pinned: see `expiry.Expired`.
         launches: how often a kernel was launched, or captured.
     """
 
@@ -869,20 +521,3 @@ class TailKernels:
             self._next_norm[rows](packed)
         del keep
         return out
-
-
-def geometry_for(
-    hidden_size: int, latent_size: int, world_size: int, device: torch.device, ranks_here: int = 1
-) -> Geometry:
-    """The geometry on a device; `ranks_here` ranks share it and run at once.
-
-    Raises:
-        InputError: as `Geometry.choose`, or a compute capability that no kernel is made for.
-    """
-    return Geometry.choose(
-        hidden_size,
-        latent_size,
-        world_size,
-        arch=arch_of(torch.cuda.get_device_capability(device)),
-        capacity=torch.cuda.get_device_properties(device).multi_processor_count // ranks_here,
-    )

@@ -35,7 +35,9 @@ from k3comm.buffers.cuda import CudaMemory
 from k3comm.buffers.mailbox import COUNTER_BYTES, EMPTY, MailboxLayout
 from k3comm.errors import PeerTimeoutError
 from k3comm.kernels.compile import arch_of
-from k3comm.kernels.tail_fusion import Expired, Form, Geometry, LaneAddresses, TailKernels
+from k3comm.kernels.expiry import Expired, layer_word
+from k3comm.kernels.tail_fusion import Form, LaneAddresses, TailKernels
+from k3comm.kernels.tail_geometry import Geometry
 from k3comm.tiers.device import multicast_verdict
 from k3comm.tiers.interface import TailCall, TierContext
 
@@ -44,9 +46,6 @@ FORM: Final = Form.SPLIT
 
 WEIGHT_DTYPES: Final = (torch.bfloat16, torch.float32)
 """Of experts' weights in a deferred call; which of them comes is not known before it does."""
-
-LANE_SHIFT: Final = 28
-"""A record has no word for the lane, so a call's lane goes in front of its layer's number: 3 bits of 31."""
 
 
 class DeviceTail:
@@ -125,10 +124,7 @@ class DeviceTail:
         expired = Expired.read(self._kernels.record)
         if expired is None:
             return None
-        lane, layer = divmod(expired.layer, 1 << LANE_SHIFT)
-        return attrs.evolve(expired, layer=layer).error(
-            self._layout.world_size, lane, self._context.settings.poll_deadline
-        )
+        return expired.error(self._layout.world_size, self._context.settings.poll_deadline)
 
     def memory(self) -> dict[str, int]:
         """See `TailTier.memory`."""
@@ -153,7 +149,7 @@ class DeviceTail:
             normed=call.normed,
             form=FORM,
             lane=call.lane,
-            layer=call.layer % (1 << LANE_SHIFT) | call.lane << LANE_SHIFT,
+            layer=layer_word(call.layer, call.lane),
         )
 
     def _addresses(self, lane: int) -> LaneAddresses:

@@ -34,7 +34,8 @@ from k3comm.buffers import alias
 from k3comm.buffers.symmetric import Block, BufferRequest, SymmetricMemory
 from k3comm.errors import InputError, PeerTimeoutError
 from k3comm.facts import Reason, Verdict
-from k3comm.kernels.lane_one_shot import ALIGNMENT, MAX_BLOCKS, Cut, LaneLayout, OneShot, expired
+from k3comm.kernels.expiry import Expired, layer_word
+from k3comm.kernels.lane_one_shot import ALIGNMENT, MAX_BLOCKS, Cut, LaneLayout, OneShot
 from k3comm.operations import Proposal, TailArguments
 from k3comm.tiers.interface import Plan, TailCall, TierContext
 from k3comm.tiers.library import LibraryTier
@@ -49,10 +50,6 @@ GROUPED_BYTES: Final = 4 << 20
 """Lane size in bytes from which the partials are not joined. Over NCCL on two H200s joined and grouped all-reduces of
 [m, 10752] BF16 took 49.9 and 49.5 us at m = 64 (1.3 MiB), 129 and 117 us at m = 512 (10.5 MiB), 1456 and 1371 us at
 m = 8192: the join and the strided reads that follow it are what differs (docs/performance.md)."""
-
-LANE_SHIFT: Final = 28
-"""A record of a wait that expired has no word for the micro-batch, so it goes in front of the layer's number: 3 of 31
-bits."""
 
 _log = logging.getLogger(__name__)
 
@@ -255,12 +252,10 @@ class SharedLane:
 
     def failure(self) -> PeerTimeoutError | None:
         """What the record says of a wait that has expired; None if none has."""
-        found = expired(self._kernel.record)
-        if found is None:
+        expired = Expired.read(self._kernel.record)
+        if expired is None:
             return None
-        number, layer = divmod(found.layer, 1 << LANE_SHIFT)
-        seconds = self._context.settings.poll_deadline
-        return attrs.evolve(found, layer=layer).error(self._context.world_size, number, seconds)
+        return expired.error(self._context.world_size, self._context.settings.poll_deadline)
 
     def _launch(self, call: TailCall) -> tuple[Tensor, Tensor]:
         rows = call.routed.shape[0]
@@ -272,7 +267,7 @@ class SharedLane:
             call.weights.norm_weight,
             device=lane.device,
             lane=call.lane,
-            layer=call.layer % (1 << LANE_SHIFT) | call.lane << LANE_SHIFT,
+            layer=layer_word(call.layer, call.lane),
         )
 
 

@@ -24,7 +24,7 @@ from k3comm.buffers.symmetric import Block, BufferRequest
 from k3comm.facts import Facts, Reason, Verdict
 from k3comm.kernels import dense
 from k3comm.kernels.compile import ARCHITECTURES
-from k3comm.kernels.tail_fusion import MAX_ROWS
+from k3comm.kernels.tail_geometry import MAX_ROWS
 from k3comm.operations import Proposal, TailArguments
 from k3comm.tiers._tail_device import WEIGHT_DTYPES, DeviceTail
 from k3comm.tiers.device import either, multicast_verdict, peer_verdict

@@ -30,7 +30,7 @@ from k3comm.kernels import reference
 from k3comm.kernels.compile import FOLDER, KernelVariant, arch_of, compile_kernel
 from k3comm.kernels.finalize import Deferred, finalize
 from k3comm.kernels.launch import Launch, LaunchShape, load_kernel
-from k3comm.kernels.tail_fusion import MAX_CELLS
+from k3comm.kernels.tail_geometry import MAX_CELLS
 from k3comm.negotiate.exchange import GroupExchange
 from k3comm.tiers import Numerics
 from k3comm.tiers._tail_device import DeviceTail

@@ -19,8 +19,10 @@ import torch
 from torch import Tensor
 
 from k3comm.kernels.compile import FOLDER
+from k3comm.kernels.expiry import RECORD_WORDS
 from k3comm.kernels.lane_one_shot import Arguments, Cut, LaneLayout, OneShot, kernel_variant
-from k3comm.kernels.tail_fusion import COMPLETIONS, MAX_CELLS, RECORD_WORDS, aligned_rows
+from k3comm.kernels.tail_fusion import COMPLETIONS, aligned_rows
+from k3comm.kernels.tail_geometry import MAX_CELLS
 from k3comm.settings import Settings
 
 HERE = Path(__file__).parent / "emulator"

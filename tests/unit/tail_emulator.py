@@ -22,23 +22,9 @@ from torch import Tensor
 
 from k3comm.buffers.mailbox import COUNTER_BYTES, EMPTY, MailboxLayout
 from k3comm.kernels.compile import FOLDER
-from k3comm.kernels.tail_fusion import (
-    COMPLETIONS,
-    FINISH_THREADS,
-    MAX_CELLS,
-    MAX_ROWS,
-    RECORD_WORDS,
-    STRIPE,
-    TILE,
-    Arguments,
-    Entry,
-    Form,
-    Geometry,
-    LaneAddresses,
-    TailKernels,
-    _box_shared_bytes,
-    kernel_variant,
-)
+from k3comm.kernels.expiry import RECORD_WORDS
+from k3comm.kernels.tail_fusion import COMPLETIONS, Arguments, Entry, Form, LaneAddresses, TailKernels, kernel_variant
+from k3comm.kernels.tail_geometry import FINISH_THREADS, MAX_CELLS, MAX_ROWS, STRIPE, TILE, Geometry, _box_shared_bytes
 
 THREADS = 64
 """Of a block of the exchange, where the GPU has 512: fewer fibers. No sum depends on it. sm_90a's path has its own."""

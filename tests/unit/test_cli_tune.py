@@ -125,6 +125,16 @@ def test_between_two_sizes_the_larger_one_judges() -> None:
     assert windows.rows[T.PEER_AR].tokens == (TokenRange(4, 16),)
 
 
+def test_between_two_sizes_each_stretch_has_its_own_incumbent() -> None:
+    """The host's table has PEER_AR from 17 to 255 rows, and SEQUENCE_PARALLEL from there."""
+    level = {T.PEER_AR: 10.0, T.SEQUENCE_PARALLEL: 10.1, T.FUSED_LANE_AR: 20.0, T.SEPARATE_REDUCE: 30.0}
+    windows = tuned({64: level, 256: level}, HOST).windows
+    assert [selected(windows, m) for m in (64, 65, 255, 256)] == [T.PEER_AR] * 3 + [T.SEQUENCE_PARALLEL]
+    clearly = level | {T.SEQUENCE_PARALLEL: 5.0}
+    windows = tuned({64: level, 256: clearly}, HOST).windows
+    assert [selected(windows, m) for m in (64, 65, 256)] == [T.PEER_AR, *[T.SEQUENCE_PARALLEL] * 2]
+
+
 def test_times_of_other_sizes_stay_where_they_are_of_the_same_machine() -> None:
     earlier = {T.TAIL_FUSION: Timings(tokens=(1, 32, 4096), us=(8.0, 14.0, 900.0))}
     times: dict[int, dict[T, float | Sequence[float]]] = {

@@ -22,6 +22,7 @@ from k3comm import Communicator, InputError, LatentMoESpec, ParallelLayout, Peer
 from k3comm.buffers.symmetric import Block
 from k3comm.facts import Verdict
 from k3comm.kernels import dense, reference
+from k3comm.kernels.expiry import LANE_SHIFT, RECORD_WORDS, Expired
 from k3comm.kernels.lane_one_shot import (
     ALIGNMENT,
     FRAGMENT,
@@ -32,15 +33,15 @@ from k3comm.kernels.lane_one_shot import (
     Cut,
     LaneLayout,
     OneShot,
-    expired,
     variants,
 )
-from k3comm.kernels.tail_fusion import COUNTER_BYTES, MAX_CELLS, MAX_WORLD, RECORD_WORDS
+from k3comm.kernels.tail_fusion import COUNTER_BYTES
+from k3comm.kernels.tail_geometry import MAX_CELLS, MAX_WORLD
 from k3comm.negotiate.blocks import plan_blocks
 from k3comm.operations import Proposal
 from k3comm.testing import FakeMachine, Fault, ThreadExchange, assert_identical, run_ranks
 from k3comm.tiers import fused_lane_ar
-from k3comm.tiers.fused_lane_ar import LANE_SHIFT, ONE_SHOT_BYTES, Plugin, SharedLane, lane_layout
+from k3comm.tiers.fused_lane_ar import ONE_SHOT_BYTES, Plugin, SharedLane, lane_layout
 from k3comm.tiers.interface import Plan, TailCall, TailWeights, TierContext
 
 BF16, FP32, CPU = torch.bfloat16, torch.float32, torch.device("cpu")
@@ -314,14 +315,14 @@ def test_a_rank_that_does_not_come_is_named(built: Callable[..., Any]) -> None:
     for _ in range(2):
         call_all(ranks, randoms(WORLD, 2, LATENT, 1), randoms(WORLD, 2, HIDDEN, 1))
     assert ranks.run(silent=1) == 1
-    found = [one for one in (expired(kernel.record) for kernel in ranks.kernels) if one is not None]
+    found = [one for one in (Expired.read(kernel.record) for kernel in ranks.kernels) if one is not None]
     assert found
     for one in found:
         assert (one.operation, one.layer, one.call, one.phase, one.peer) == ("moe_tail", 5, 1, "staged", 1)
-        assert str(one.error(WORLD, 0, 2.0)).endswith(
+        assert str(one.error(WORLD, 2.0)).endswith(
             "nothing from rank 1 within 2 s (settings.poll_deadline); it is late, or gone"
         )
-    assert expired(torch.zeros(RECORD_WORDS, dtype=torch.int32)) is None
+    assert Expired.read(torch.zeros(RECORD_WORDS, dtype=torch.int32)) is None
 
 
 # Who gets a place

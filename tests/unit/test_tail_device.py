@@ -30,13 +30,15 @@ from k3comm.buffers.symmetric import Block, establish
 from k3comm.facts import Facts, Reason, Verdict
 from k3comm.kernels import reference
 from k3comm.kernels.compile import ARCHITECTURES
+from k3comm.kernels.expiry import LANE_SHIFT, RECORD_WORDS
 from k3comm.kernels.finalize import Deferred, finalize
-from k3comm.kernels.tail_fusion import MAX_ROWS, RECORD_WORDS, Arguments, Form, Geometry, LaneAddresses
+from k3comm.kernels.tail_fusion import Arguments, Form, LaneAddresses
+from k3comm.kernels.tail_geometry import MAX_ROWS, Geometry
 from k3comm.operations import Proposal, TailArguments
 from k3comm.session import Session
 from k3comm.testing import ThreadExchange, machine_facts
 from k3comm.tiers import _tail_device, plugin
-from k3comm.tiers._tail_device import FORM, LANE_SHIFT, WEIGHT_DTYPES, DeviceTail, transport_of
+from k3comm.tiers._tail_device import FORM, WEIGHT_DTYPES, DeviceTail, transport_of
 from k3comm.tiers.interface import Plan, TailCall, TailWeights, TierContext
 from k3comm.tiers.self_check import check_sums
 from k3comm.tiers.tail_fusion import CHECKED_ROWS, Plugin
@@ -448,9 +450,11 @@ class Room:
             kernel, packed = steps[0].kernel, b"".join(one.arguments for one in steps)
             assert all(bytes(one.kernel) == bytes(kernel) for one in steps)
             self.launched += 1
-            self._ended = self._library(kind).emulate(
+            library = self._library(kind)
+            self._ended = library.emulate(
                 len(steps), 1, (Kernel * 1)(kernel), packed, ctypes.sizeof(Arguments), self.launched, 4, -1
             )
+            library.land()  # the next kernel may be another library's, and memory may be gone by then
         self._barrier.wait()
         assert self._ended == 0, "a trap, or nobody got any further"
 

@@ -22,29 +22,19 @@ from k3comm.buffers import mailbox
 from k3comm.errors import InputError
 from k3comm.kernels import reference
 from k3comm.kernels.compile import FOLDER, SHARED_LIMITS
+from k3comm.kernels.expiry import OPERATIONS, PHASES, RECORD_WORDS, Expired
 from k3comm.kernels.finalize import Deferred, finalize
 from k3comm.kernels.tail_fusion import (
     COMPLETIONS,
     COUNTER_BYTES,
-    MAX_CELLS,
-    MAX_ROWS,
-    MAX_SLICE,
-    OPERATIONS,
-    PHASES,
-    RECORD_WORDS,
-    STATIC_SHARED,
-    STEP,
-    STRIPE,
-    TILE,
     Arguments,
     Entry,
-    Expired,
     Form,
-    Geometry,
     aligned_rows,
     aligned_vector,
     variants,
 )
+from k3comm.kernels.tail_geometry import MAX_CELLS, MAX_ROWS, MAX_SLICE, STATIC_SHARED, STEP, STRIPE, TILE, Geometry
 from k3comm.tiers.tier import Numerics
 
 BF16 = torch.bfloat16
@@ -183,9 +173,8 @@ def test_constants_are_the_mailbox_s_own() -> None:
     assert COUNTER_BYTES <= mailbox.COUNTER_BYTES
     assert "constexpr u64 COMPLETIONS = 1 << 20;" in source
     assert COMPLETIONS == 1 << 20
-    assert {
-        int(n): name.removeprefix("PHASE_").lower() for name, n in re.findall(r"(PHASE_\w+) = (\d)", source)
-    } == PHASES
+    phases = re.findall(r"PHASE_(\w+) = (\d+)", source + (FOLDER / "lane_one_shot.cu").read_text(encoding="utf-8"))
+    assert {int(n): name.lower() for name, n in phases} == PHASES
     operations = re.search(r"enum Operation : u32 \{(.*?)\}", source)
     assert operations is not None
     assert {int(n): name.lower() for name, n in re.findall(r"(\w+) = (\d)", operations[1])} == OPERATIONS
@@ -249,14 +238,14 @@ def test_an_expired_wait_is_told() -> None:
     assert Expired.read(record) is None
     record[:9] = torch.tensor([1, 1, 7, -1, 2, 2, 3, 1, 0])
     found = Expired.read(record)
-    assert found == Expired("moe_tail", 7, (2 << 32) + 0xFFFFFFFF, "latent", 3, 1, 0)
-    error = found.error(4, 0, 0.5)
+    assert found == Expired("moe_tail", 7, 0, (2 << 32) + 0xFFFFFFFF, "latent", 3, 1, 0)
+    error = found.error(4, 0.5)
     assert error.ranks == (1,)
     assert str(error) == (
         "moe_tail on rank 0 of 4: layer 7, call 12884901887 of lane 0, phase latent, token 3: nothing from rank 1 "
         "within 0.5 s (settings.poll_deadline); it is late, or gone"
     )
-    own = Expired("moe_tail", 1, 2, "completion", 0, 3, 3).error(4, 1, 30.0)
+    own = Expired("moe_tail", 1, 1, 2, "completion", 0, 3, 3).error(4, 30.0)
     assert "a kernel of this rank did not end within 30 s" in str(own)
 
 
@@ -554,7 +543,7 @@ def test_a_rank_that_stops_is_named(ranks: Callable[..., Ranks], cut: str, form:
     for expired in told:
         assert (expired.operation, expired.layer, expired.call) == ("moe_tail", 5, 1)
         assert (expired.phase, expired.peer) == (phase, 1)
-        assert expired.error(world, 0, 1e-4).ranks == (1,)
+        assert expired.error(world, 1e-4).ranks == (1,)
 
 
 WRONG = {

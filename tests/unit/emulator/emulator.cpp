@@ -66,6 +66,13 @@ struct Running {
   int delay = 0;
 };
 
+// What is late lands now; or never.
+extern "C" void land() {
+  for (auto& words : late) {
+    for (auto [to, word] : words) *to = word;
+    words.clear();
+  }
+}
 extern "C" void forget() {
   for (auto& words : late) words.clear();
 }

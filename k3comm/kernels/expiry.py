@@ -1,0 +1,93 @@
+"""What a wait on the device leaves behind when its deadline passes: `struct Record` of mailbox.cuh.
+
+The thread whose wait expired writes it to pinned memory and traps, which ends the CUDA context of the process.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+import attrs
+from torch import Tensor
+
+from k3comm.errors import PeerTimeoutError
+
+PHASES: Final = {
+    1: "completion",
+    2: "latent",
+    3: "shared",
+    4: "partials",
+    5: "gather",
+    6: "credit",
+    16: "staged",
+    17: "read",
+}
+"""`enum Phase` of mailbox.cuh, and `enum LanePhase` of lane_one_shot.cu."""
+
+OWN_PHASES: Final = ("completion", "partials")
+"""In which a rank waits for its own kernels."""
+
+OPERATIONS: Final = {1: "moe_tail"}
+"""`enum Operation` of mailbox.cuh."""
+
+RECORD_WORDS: Final = 16
+"""Of a record in pinned memory; nine are used."""
+
+LANE_SHIFT: Final = 28
+"""A record has no word for the micro-batch, so it goes in front of the layer's number: 3 bits of 31."""
+
+
+def layer_word(layer: int, lane: int) -> int:
+    """The word for a call's layer and micro-batch. A layer's number past 2^28 loses its upper bits."""
+    return layer % (1 << LANE_SHIFT) | lane << LANE_SHIFT
+
+
+@attrs.frozen
+class Expired:
+    """A wait that expired.
+
+    Attributes:
+        operation: "moe_tail". phase: of PHASES. layer, lane, call, token: which.
+        peer: whose data did not come; this rank itself in OWN_PHASES.
+        rank: who waited.
+    """
+
+    operation: str
+    layer: int
+    lane: int
+    call: int
+    phase: str
+    token: int
+    peer: int
+    rank: int
+
+    @classmethod
+    def read(cls, record: Tensor) -> Expired | None:
+        """From a record, int32 [RECORD_WORDS] in host memory; None if nothing expired."""
+        words = [word & 0xFFFFFFFF for word in record.tolist()]
+        if words[0] != 1:
+            return None
+        operation, layer, low, high, phase, token, peer, rank = words[1:9]
+        return cls(
+            OPERATIONS.get(operation, str(operation)),
+            layer % (1 << LANE_SHIFT),
+            layer >> LANE_SHIFT,
+            high << 32 | low,
+            PHASES.get(phase, str(phase)),
+            token,
+            peer,
+            rank,
+        )
+
+    def error(self, world_size: int, seconds: float) -> PeerTimeoutError:
+        """What to raise for it."""
+        what = (
+            f"{self.operation} on rank {self.rank} of {world_size}: layer {self.layer}, call {self.call} of lane "
+            f"{self.lane}, phase {self.phase}, token {self.token}: "
+        )
+        if self.peer == self.rank and self.phase in OWN_PHASES:
+            return PeerTimeoutError(f"{what}a kernel of this rank did not end within {seconds:g} s", (self.peer,))
+        return PeerTimeoutError(
+            f"{what}nothing from rank {self.peer} within {seconds:g} s (settings.poll_deadline); it is late, or gone",
+            (self.peer,),
+        )
