@@ -16,7 +16,8 @@ N is chosen so that the GEMM takes about --gemm-us alone: one GEMM in the place 
 How it is timed. A sample is: a sleep on the GPU, so that the host is ahead; a tiny all-reduce, so that the ranks start
 together; an event; the work; an event. A sample in which the GPU was done waiting before the host had issued all counts
 as late, and the table says how many were. Figures are medians over all samples of a rank, and then the slowest rank's.
-On CPU the same code runs over gloo, where nothing overlaps: that is for the tests.
+On CPU the same code runs over gloo, where nothing overlaps: that is for the tests, and wants --rows 4 --hidden 64
+--latent 32 --columns 64 --quick.
 
     hidden = GEMM alone + all-reduce alone (with as many blocks) - both together
     saved  = one after the other (NCCL's own choice) - both together; for a call: the call after the GEMM - this one
@@ -43,8 +44,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from k3comm import Communicator, LatentMoESpec, MoETail, Settings, Tier
+from k3comm.cli import _console
 from k3comm.cli._console import Table, progress, show
 from k3comm.cli._timing import Ranks
+from k3comm.errors import InputError, K3CommError
 from k3comm.negotiate.watch import store_of
 from k3comm.tiers.few_sms import FewSMs
 
@@ -440,7 +443,20 @@ def main() -> int:
     parser.add_argument("--samples", type=int, default=Options().samples, help="samples of an arm in each round")
     parser.add_argument("--quick", action="store_true", help="2 rounds of 10 samples")
     args = parser.parse_args()
+    if "RANK" not in os.environ:
+        _console.complain(
+            "overlap.py: no ranks; start it by torchrun, as torchrun --standalone --nproc-per-node 2 benchmarks/overlap.py"
+        )
+        return 2
     os.environ.update(ENVIRONMENT)
+    try:
+        return _run(args)
+    except K3CommError as error:
+        _console.complain(f"overlap.py: {error}")
+        return 2
+
+
+def _run(args: argparse.Namespace) -> int:
     options = Options(
         rows=args.rows,
         hidden=args.hidden,
@@ -458,10 +474,7 @@ def main() -> int:
     try:
         group = dist.group.WORLD
         if group is None or dist.get_world_size() < 2:
-            print(
-                "overlap: one rank has nobody to reduce with; start it by torchrun, with two or more", file=sys.stderr
-            )
-            return 2
+            raise InputError("a group of 1 rank given; accepted are 2 or more")
         device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
         results = measure(options, group, device)
         if dist.get_rank() == 0:

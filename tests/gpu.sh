@@ -8,6 +8,9 @@
 # 1 if any failed. Sections of one GPU share the machine two at a time where there are two GPUs; those that measure run
 # alone.
 set -uo pipefail
+case "${PYTHON:-}" in
+*/*) PYTHON="$(cd "$(dirname "${PYTHON}")" && pwd)/$(basename "${PYTHON}")" ;;
+esac
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 # NVLink multicast stays off in the project's own runs, because shared test hosts can be put out of service by it.
@@ -20,7 +23,7 @@ fi
 OUT="${OUT:-gpu-results}"
 mkdir -p "${OUT}"
 GPUS="$("${PYTHON}" -c 'import torch; print(torch.cuda.device_count())')"
-if [ "${GPUS}" -eq 0 ]; then
+if [ "${GPUS:-0}" -eq 0 ]; then
     echo "torch sees no GPU here (${PYTHON})" >&2
     exit 2
 fi
@@ -62,7 +65,7 @@ shared8() { tests shared8 300 8 ${DEVICE} --shared-gpu -k "not accuracy or separ
 kernels() { run kernels 150 "${PYTHON}" benchmarks/tail_lab.py numerics ranks stop; }
 sanitize() { run sanitize 240 "${PYTHON}" benchmarks/tail_lab.py sanitize; }
 figures() { run figures 120 "${PYTHON}" benchmarks/tail_lab.py bench; }
-nccl() { tests nccl 200 "${GPUS}" "${D}/test_cuda.py" ${DEVICE} --nccl; }
+nccl() { tests nccl 300 "${GPUS}" "${D}/test_cuda.py" ${DEVICE} --nccl; }
 tiers() { tests tiers 250 "${GPUS}" "${D}/test_tiers.py" --nccl; }
 doctor() { run doctor 60 bash -c 'ranks "$@"' ranks "${GPUS}" -m k3comm doctor --device cuda; }
 bench() {
@@ -79,28 +82,40 @@ overlap() {
     run overlap_us 250 bash -c 'ranks "$@"' ranks "${GPUS}" benchmarks/overlap.py --json "${OUT}/overlap.json"
 }
 
+IFS=, read -ra DEVICES <<<"${CUDA_VISIBLE_DEVICES:-$(seq -s, 0 $((GPUS - 1)))}"
+
 ONE_GPU="launch kernels sanitize shared2 shared4 shared8" # tests on one GPU, in any company
 ALONE="nccl tiers doctor overlap figures bench prefill" # all GPUs, or figures
+PAIR="nccl tiers overlap bench prefill"                # two GPUs at least
 
 chosen="${*:-${ONE_GPU} ${ALONE}}"
+for section in ${chosen}; do
+    case " ${ONE_GPU} ${ALONE} " in
+    *" ${section} "*) ;;
+    *) echo "no section is called ${section}; there are ${ONE_GPU} ${ALONE}" >&2; exit 2 ;;
+    esac
+done
 gpu=0
 for section in ${chosen}; do
+    case "${GPUS}  ${PAIR} " in
+    "1 "*" ${section} "*)
+        printf '%-14s %s\n' "${section}" "not run: it needs two GPUs" >>"${OUT}/sections.txt"
+        continue
+        ;;
+    esac
     case " ${ONE_GPU} " in
     *" ${section} "*)
         if [ "${GPUS}" -gt 1 ]; then
-            CUDA_VISIBLE_DEVICES="${gpu}" "${section}" &
+            CUDA_VISIBLE_DEVICES="${DEVICES[gpu]}" "${section}" &
             gpu=$((1 - gpu))
             if [ "${gpu}" -eq 0 ]; then wait; fi
         else
             "${section}"
         fi
         ;;
-    *" "*)
+    *)
         wait
-        case " ${ALONE} " in
-        *" ${section} "*) "${section}" ;;
-        *) echo "no section is called ${section}; there are ${ONE_GPU} ${ALONE}" >&2; exit 2 ;;
-        esac
+        "${section}"
         ;;
     esac
 done

@@ -34,7 +34,7 @@ from k3comm.kernels.tail_geometry import MAX_CELLS, MAX_WORLD
 from k3comm.settings import Settings
 
 MAX_BLOCKS: Final = 128
-"""CTAs at most: what a GPU of 132 SMs holds one an SM, with some to spare. An estimate, not measured."""
+"""CTAs at most: what a GPU of 132 SMs holds one an SM, with some to spare. No other number was tried."""
 
 THREADS: Final = (128, 512)
 """Of a block: the fewest, and the most."""
