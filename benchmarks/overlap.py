@@ -444,9 +444,8 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true", help="2 rounds of 10 samples")
     args = parser.parse_args()
     if "RANK" not in os.environ:
-        _console.complain(
-            "overlap.py: no ranks; start it by torchrun, as torchrun --standalone --nproc-per-node 2 benchmarks/overlap.py"
-        )
+        how = "torchrun --standalone --nproc-per-node 2 benchmarks/overlap.py"
+        _console.complain(f"overlap.py: no ranks; start it by torchrun, as {how}")
         return 2
     os.environ.update(ENVIRONMENT)
     try:

@@ -5,8 +5,8 @@ The rules, all of them:
 - Sizes between two measured ones are judged by the larger one, as an engine that pads a batch to it would run it.
   Below the smallest and beyond the largest measured size nothing is known, and the incumbent's rows stay.
 - The incumbent of a size is the tier that its table gives to the tiers that were measured, whatever the kind of
-  forward; between two measured sizes each stretch has its own. A tier replaces it only if all its repetitions were faster than all the incumbent's: where they
-  overlap the difference is noise, and the incumbent stays.
+  forward; between two measured sizes each stretch has its own. A tier replaces it only if all its repetitions were
+  faster than all the incumbent's: where they overlap the difference is noise, and the incumbent stays.
 - Of several that are faster, the fastest; of those that overlap with the fastest, the most accurate class, then the
   enum's order.
 - A tier of a less accurate class (K0 before K1 before K2) than the incumbent's never replaces it, unless
