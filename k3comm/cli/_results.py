@@ -186,7 +186,10 @@ def load_results(path: str) -> Results:
         raise InputError(f"{path}: can't be read: {error.strerror or error}") from None
     except (ValueError, RecursionError) as error:
         raise InputError(f"{path}: can't be read as JSON: {error}") from None
-    return parse_results(document, path)
+    try:
+        return parse_results(document, path)
+    except (OverflowError, ValueError) as error:  # numbers that Python itself refuses
+        raise error if isinstance(error, InputError) else InputError(f"{path}: {error}") from None
 
 
 def parse_results(document: Any, source: str) -> Results:

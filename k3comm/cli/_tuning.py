@@ -35,6 +35,8 @@ CLASSES = tuple(Numerics)
 MIN_REPEATS = 3
 """Fewer repetitions say nothing about their noise."""
 FIGURES = ("chained", "isolated")
+ALIKE = ("layer", "figure", "clock")
+"""What `about` says of times that may stand in one table."""
 
 
 @attrs.frozen(kw_only=True)
@@ -126,8 +128,8 @@ def tune(
 
     Args:
         measured: the times.
-        incumbent: the table in use until now. If it is for the same machine, its times of sizes outside of what was
-            measured now stay too.
+        incumbent: the table in use until now. If it is for the same machine and `about` says the same of its times
+            (ALIKE), those of sizes outside of what was measured now stay too.
         rules: what may change.
         family, world_size: what the table is for.
         provenance, about: where the numbers come from, for the file.
@@ -147,7 +149,10 @@ def tune(
         row = incumbent.rows.get(tier, Window())
         outside = _without(row.tokens, sizes[0], sizes[-1])
         table[tier] = attrs.evolve(row, tokens=_joined([*outside, *cells]))
-    earlier = incumbent.timings if (incumbent.family, incumbent.world_size) == (family, world_size) else {}
+    about = dict(about or {})
+    machine = (incumbent.family, incumbent.world_size) == (family, world_size)
+    alike = machine and all(incumbent.measured.get(name) == about.get(name) for name in ALIKE)
+    earlier = incumbent.timings if alike else {}
     times = {}
     for tier in [tier for tier in Tier if tier in measured.numerics or tier in earlier]:
         before = earlier.get(tier)
@@ -156,9 +161,14 @@ def tune(
         us |= {rows: round(statistics.median(of[tier]), 3) for rows, of in measured.samples.items() if tier in of}
         if us:
             times[tier] = Timings(tokens=tuple(sorted(us)), us=tuple(us[rows] for rows in sorted(us)))
-    about = dict(about or {})
     if any(set(one.tokens) - set(sizes) for one in times.values()):
-        about["earlier_times"] = f"below {sizes[0]} or above {sizes[-1]} rows: {incumbent.provenance}"
+        before = incumbent.measured.get("earlier_times")
+        about["earlier_times"] = "; ".join(
+            [
+                f"below {sizes[0]} or above {sizes[-1]} rows: {incumbent.provenance}",
+                *([] if before is None else [before]),
+            ]
+        )
     windows = Windows(
         tiers=Tier,
         rows=table,

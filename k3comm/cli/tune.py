@@ -116,6 +116,9 @@ def _tuned(arguments: argparse.Namespace, results: Results) -> _tuning.Tuned:
         provenance=f"k3comm tune, {arguments.figure} times: {results.origin()}",
         about={
             "command": results.command,
+            "layer": f"H {results.hidden}, L {results.latent}, {results.dtype}",
+            "figure": arguments.figure,
+            "clock": "CUDA graph replay" if results.graph else "wall clock",
             "date": results.date,
             "device": f"{results.world_size} x {results.device}",
             "incumbent": incumbent.source,

@@ -12,7 +12,7 @@ lane may be written. No fence, no reset: the words count calls.
 calls in a cell of its own, as in the fused tail, and meets the peers' CTA of the same number. CTAs without work leave
 at once. At most MAX_BLOCKS, one an SM, so that the whole grid is resident.
 
-Not run on hardware yet, on any architecture: compiled for all of them, and run on the tests' CPU emulator.
+Run on H200s (two, and four ranks on one); for other architectures compiled, and run on the tests' CPU emulator.
 """
 
 from __future__ import annotations

@@ -123,6 +123,9 @@ class Plugin(LibraryTier):
         latent_size = call.routed.shape[1]
         rows, width = call.routed.shape[0], latent_size + call.shared.shape[1]
         if self._agreed and self._shared is not None and rows <= self._shared.rows:
+            if call.residual is not None and alias.overlaps(call.residual, self._shared.view(call.lane, rows)):
+                # What the kernel stages would stand over it before it is added.
+                call = attrs.evolve(call, residual=call.residual.clone())
             return self._finish_normed(*self._shared.reduced(call), call)
         if rows * width * call.routed.element_size() < GROUPED_BYTES:
             lane = torch.cat((call.routed, call.shared), dim=1)

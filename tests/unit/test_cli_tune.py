@@ -149,6 +149,12 @@ def test_times_of_other_sizes_stay_where_they_are_of_the_same_machine() -> None:
         other = tuned(times, elsewhere).windows
         assert T.TAIL_FUSION not in other.timings
         assert "earlier_times" not in other.measured
+    other_layer = _tuning.tune(
+        measured(times), incumbent, Rules(), family="sm90", world_size=2, about={"layer": "H 2048, L 1024, bfloat16"}
+    ).windows
+    assert T.TAIL_FUSION not in other_layer.timings
+    again = tuned({8: times[8]}, found).windows
+    assert again.measured["earlier_times"] == "below 8 or above 8 rows: ; below 8 or above 64 rows: before"
 
 
 def test_outside_the_measured_sizes_the_incumbent_stays() -> None:

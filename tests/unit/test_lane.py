@@ -782,6 +782,21 @@ class StandIn(OneShot):
         return dense.rms_norm(total[:, :latent], norm_weight, self._eps).to(BF16), total[:, latent:]
 
 
+def test_a_residual_that_stands_in_the_lane(on_ranks: Run) -> None:
+    """It is added as it was given: neither staged over nor summed."""
+    case, expected = integers(4)
+
+    def fn(rank: Rank) -> bool:
+        rank.check()
+        lane = rank.tier.lane(plan_of(ROWS))
+        assert lane is not None
+        residual = lane[:4, LATENT:]
+        residual.copy_(case.residual[:4])
+        return torch.equal(rank.run(case, 4, residual=residual), expected)
+
+    assert on_ranks(fn) == [True] * WORLD
+
+
 def negotiated(unable: Sequence[int], fault: Fault | None, **options: Any) -> Any:
     """What the lane is, and is good for, on one rank of a communicator."""
     machine, monkeypatch = FakeMachine(*([] if fault is None else [fault])), pytest.MonkeyPatch()
