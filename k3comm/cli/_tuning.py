@@ -162,13 +162,9 @@ def tune(
         if us:
             times[tier] = Timings(tokens=tuple(sorted(us)), us=tuple(us[rows] for rows in sorted(us)))
     if any(set(one.tokens) - set(sizes) for one in times.values()):
-        before = incumbent.measured.get("earlier_times")
-        about["earlier_times"] = "; ".join(
-            [
-                f"below {sizes[0]} or above {sizes[-1]} rows: {incumbent.provenance}",
-                *([] if before is None else [before]),
-            ]
-        )
+        others = incumbent.measured.get("earlier_times")
+        here = f"below {sizes[0]} or above {sizes[-1]} rows: {incumbent.provenance}"
+        about["earlier_times"] = here if others is None else f"{here}; {others}"
     windows = Windows(
         tiers=Tier,
         rows=table,
