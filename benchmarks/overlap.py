@@ -48,7 +48,7 @@ from k3comm.cli import _console
 from k3comm.cli._console import Table, progress, show
 from k3comm.cli._timing import Ranks
 from k3comm.errors import InputError, K3CommError
-from k3comm.negotiate.watch import store_of
+from k3comm.negotiate.clerk import store_of
 from k3comm.tiers.few_sms import FewSMs
 
 ENVIRONMENT = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NVSHMEM_DISABLE_NVLS": "1"}

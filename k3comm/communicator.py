@@ -29,10 +29,11 @@ from k3comm.errors import InputError
 from k3comm.moe_tail import MoETail
 from k3comm.negotiate.agree import Local, agree, check_force, prepare_local
 from k3comm.negotiate.arm import arm
+from k3comm.negotiate.clerk import store_of
 from k3comm.negotiate.exchange import Exchange, GroupExchange, SoloExchange, check_size
 from k3comm.negotiate.report import announce
 from k3comm.negotiate.threads import start_thread
-from k3comm.negotiate.watch import WatchedExchange, store_of
+from k3comm.negotiate.watch import WatchedExchange
 from k3comm.operations import MoETailOp, Operation
 from k3comm.session import Session, check_name
 from k3comm.settings import Settings, vote_deadline

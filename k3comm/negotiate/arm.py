@@ -23,7 +23,8 @@ from k3comm.negotiate.agree import Local
 from k3comm.negotiate.blocks import Place
 from k3comm.negotiate.decide import Decision
 from k3comm.negotiate.exchange import Exchange, who_says
-from k3comm.negotiate.watch import ANSWER, ClaimedError, WatchedExchange
+from k3comm.negotiate.rounds import ANSWER, ClaimedError
+from k3comm.negotiate.watch import WatchedExchange
 from k3comm.tiers import Tier, plugins
 from k3comm.tiers.interface import TailTier, TierContext
 

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import Literal, get_args
 
 from k3comm.errors import InputError
-from k3comm.negotiate import watch
+from k3comm.negotiate import rounds
 
 When = Literal["before", "inside", "after"]
 
@@ -38,7 +38,7 @@ def fault_at(
     if when not in get_args(When):
         raise InputError(f"when: {when!r} given; accepted are {', '.join(get_args(When))}")
     passed: list[str] = []
-    before, pending = watch.moment, [act]
+    before, pending = rounds.moment, [act]
 
     def moment(now: str, name: str, of: int, /) -> None:
         before(now, name, of)
@@ -46,8 +46,8 @@ def fault_at(
         if now == when and stage in name and rank in (None, of) and pending:
             pending.pop()()
 
-    watch.moment = moment
+    rounds.moment = moment
     try:
         yield passed
     finally:
-        watch.moment = before
+        rounds.moment = before

@@ -20,9 +20,10 @@ import k3comm
 from k3comm import Communicator, LatentMoESpec, Settings
 from k3comm.buffers.symmetric import Limit
 from k3comm.errors import CommunicationTimeoutError, NegotiationError
-from k3comm.negotiate import watch
+from k3comm.negotiate import clerk, rounds
 from k3comm.negotiate.exchange import GroupExchange, Late
-from k3comm.negotiate.watch import COMMIT, WatchedExchange
+from k3comm.negotiate.rounds import COMMIT
+from k3comm.negotiate.watch import WatchedExchange
 from k3comm.testing import RanksFailed, assert_identical, fault_at, run_ranks
 
 SPEC = LatentMoESpec(hidden_size=48, latent_size=16, top_k=1)
@@ -74,7 +75,7 @@ def late_at(stages: Sequence[str], who: int, late: float) -> list[str]:
         with act:
             outcomes.append(negotiated(group, short()))
         seconds = time.monotonic() - start
-        outcomes.append("in time" if seconds < LATE + LIMIT + 2 * watch.ANSWER else f"took {seconds:.1f} s")
+        outcomes.append("in time" if seconds < LATE + LIMIT + 2 * rounds.ANSWER else f"took {seconds:.1f} s")
     return outcomes
 
 
@@ -275,7 +276,7 @@ def test_subgroups_watch_over_themselves(over_cpu_group: bool) -> None:
 
 def with_a_stopped_host(who: int) -> str:
     """The store's host is one of the ranks, and stops: a client would wait for it for ever."""
-    watch.STORE_ANSWER = 1.5
+    clerk.STORE_ANSWER = 1.5
     rank = dist.get_rank()
     pids: list[int] = [0] * W
     dist.all_gather_object(pids, os.getpid())
@@ -434,7 +435,7 @@ def ends(order: Sequence[int], plans: Sequence[str]) -> list[str]:
 
 @pytest.fixture
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(watch, "ANSWER", 0.02)
+    monkeypatch.setattr(rounds, "ANSWER", 0.02)
 
 
 @pytest.mark.usefixtures("_quick")
@@ -456,11 +457,11 @@ PLANS = st.lists(st.sampled_from(["commits", "hurries", "differs", "gives up"]),
 @settings(max_examples=60, deadline=None)
 def test_ranks_end_alike_in_any_order(runs: list[tuple[int, int]], plans: list[str]) -> None:
     """`runs`: so many operations of a rank after one another."""
-    before, watch.ANSWER = watch.ANSWER, 0.02
+    before, rounds.ANSWER = rounds.ANSWER, 0.02
     try:
         outcomes = ends([rank for rank, count in runs for _ in range(count) if rank < len(plans)], plans)
     finally:
-        watch.ANSWER = before
+        rounds.ANSWER = before
     assert len(set(outcomes)) == 1, outcomes
     assert outcomes[0] != ""
     if "gives up" in plans:
@@ -641,11 +642,11 @@ def test_who_ends_a_round_stays_until_the_others_have_read_why() -> None:
 
 def test_a_process_that_was_stopped_asks_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its time-out has passed when it goes on, though the host never was the reason."""
-    monkeypatch.setattr(watch, "STORE_ANSWER", 0.5)
-    clerk = watch._Clerk(dist.HashStore())
-    monkeypatch.setattr(watch._Clerk, "_was_stopped", staticmethod(lambda asked: True))
-    assert clerk.ask(lambda store: time.sleep(0.7) or "here") == "here"
-    monkeypatch.setattr(watch._Clerk, "_was_stopped", staticmethod(lambda asked: False))
-    with pytest.raises(watch.StoreLostError):
-        clerk.ask(lambda store: time.sleep(0.7))
-    clerk.dismiss()
+    monkeypatch.setattr(clerk, "STORE_ANSWER", 0.5)
+    one = clerk.Clerk(dist.HashStore())
+    monkeypatch.setattr(clerk.Clerk, "_was_stopped", staticmethod(lambda asked: True))
+    assert one.ask(lambda store: time.sleep(0.7) or "here") == "here"
+    monkeypatch.setattr(clerk.Clerk, "_was_stopped", staticmethod(lambda asked: False))
+    with pytest.raises(clerk.StoreLostError):
+        one.ask(lambda store: time.sleep(0.7))
+    one.dismiss()

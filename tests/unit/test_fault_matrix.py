@@ -32,7 +32,7 @@ from buffer_groups import descriptors, mappings
 import k3comm
 from k3comm import Communicator, LatentMoESpec, MoETailOp, ParallelLayout, Settings, Tier
 from k3comm.negotiate.decide import name_ranks
-from k3comm.negotiate.watch import ANSWER
+from k3comm.negotiate.rounds import ANSWER
 from k3comm.operations import AttentionReduceOp
 from k3comm.settings import UNIFORM_VARIABLES
 from k3comm.testing import FakeMachine, RanksFailed, assert_identical, current_rank, fault_at, run_ranks
