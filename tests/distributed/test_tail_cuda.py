@@ -366,7 +366,7 @@ def test_replays_equal_eager_calls(comm: Communicator, mode: Mode) -> None:
     graphs = [Captured(comm, tail, rows) for rows in (5, 17)]
     wrong = torch.zeros((), dtype=torch.int64, device=comm.device)
     order = random.Random(5)
-    replays = mode.count(10_000, 250, 100, 25)
+    replays = mode.count(10_000, 400, 200, 50)
     for number in range(replays):
         one = graphs[order.randrange(2)]
         one.load(cases[number % 8])
@@ -399,7 +399,7 @@ def test_two_communicators_interleaved(comm: Communicator, make: Make, mode: Mod
     case = integers(comm, 16)
     pair = [(one, handle(one, case)) for one in (comm, other)]
     right, outs, order = truth(case), [], random.Random(1)
-    for _ in range(mode.count(2000, 60, 30, 10)):
+    for _ in range(mode.count(2000, 200, 200, 50)):
         one, tail = pair[order.randrange(2)]
         rows = order.choice(FEW[:3])
         outs.append((rows, call(tail, one, case, slice(0, rows))))
@@ -429,7 +429,7 @@ def test_beside_kernels_that_are_not_ours(comm: Communicator, mode: Mode, tmp_pa
     square = torch.rand(256, 256, device=comm.device)
     side = torch.cuda.Stream()
     order = random.Random(2)
-    for _ in range(mode.count(2000, 60, 30, 10)):
+    for _ in range(mode.count(2000, 200, 200, 50)):
         for _ in range(order.randrange(3)):
             foreign(order.randrange(20_000))
         if order.random() < 0.2:
@@ -447,7 +447,7 @@ def test_ranks_that_are_late(comm: Communicator, mode: Mode) -> None:
     tail, right = handle(comm, case), truth(case)
     wrong = torch.zeros((), dtype=torch.int64, device=comm.device)
     order, own = random.Random(3), random.Random(1000 + comm.rank)
-    for _ in range(mode.count(10_000, 200, 100, 25)):
+    for _ in range(mode.count(10_000, 400, 200, 50)):
         rows = order.choice(FEW[:4])
         if own.random() < 0.1:
             torch.cuda._sleep(own.randrange(200_000))
@@ -563,7 +563,7 @@ def test_soak_with_flat_memory(comm: Communicator, mode: Mode) -> None:
     order, own, engaged = random.Random(4), random.Random(2000 + comm.rank), dict.fromkeys(("tail", "graph", "peer"), 0)
     meet()
     before = torch.cuda.memory_allocated()
-    for _ in range(mode.count(20_000, 400, 150, 40)):
+    for _ in range(mode.count(20_000, 800, 200, 50)):
         if own.random() < 0.01:
             torch.cuda._sleep(own.randrange(100_000))
         rows, kind = order.choice(ROWS), order.random()
