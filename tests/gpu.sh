@@ -62,6 +62,7 @@ launch() { tests launch 90 1 "${D}/test_launch_gpu.py" --log-cli-level=info; }
 shared2() { tests shared2 200 2 ${DEVICE} --shared-gpu; }
 shared4() { tests shared4 300 4 ${DEVICE} --shared-gpu -k "not accuracy or separate_reduce"; }
 shared8() { tests shared8 300 8 ${DEVICE} --shared-gpu -k "not accuracy or separate_reduce"; }
+shared16() { tests shared16 300 16 "${D}/test_tail_cuda.py" --shared-gpu -k "not accuracy"; }
 kernels() { run kernels 150 "${PYTHON}" benchmarks/tail_lab.py numerics ranks stop; }
 sanitize() { run sanitize 240 "${PYTHON}" benchmarks/tail_lab.py sanitize; }
 figures() { run figures 120 "${PYTHON}" benchmarks/tail_lab.py bench; }
@@ -84,7 +85,7 @@ overlap() {
 
 IFS=, read -ra DEVICES <<<"${CUDA_VISIBLE_DEVICES:-$(seq -s, 0 $((GPUS - 1)))}"
 
-ONE_GPU="launch kernels sanitize shared2 shared4 shared8" # tests on one GPU, in any company
+ONE_GPU="launch kernels sanitize shared2 shared4 shared8 shared16" # tests on one GPU, in any company
 ALONE="nccl tiers doctor overlap figures bench prefill" # all GPUs, or figures
 PAIR="nccl tiers overlap bench prefill"                # two GPUs at least
 
