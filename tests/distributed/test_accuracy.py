@@ -24,22 +24,25 @@ def pooled(meter: reference.AccuracyMeter) -> reference.Accuracy:
 
 
 def measured(
-    comm: k3comm.Communicator, arms: list[tuple[Tier, bool]], sharded: bool, models: tuple[Numerics, ...] = ()
+    comm: k3comm.Communicator,
+    arms: list[tuple[Tier, bool]],
+    sharded: tuple[Tier, ...] = (),
+    models: tuple[Numerics, ...] = (),
 ) -> tuple[dict[tuple[Tier, bool], reference.Accuracy], dict[Numerics, reference.Accuracy]]:
     """The pooled accuracy of each (tier, precise), and of the classes' plain models, on the same data.
 
-    Every rank measures its share of each call's rows against float64.
+    Every rank measures its share of each call's rows against float64. The tiers of `sharded` get their part of W_up.
     """
     spec, world_size, rank = comm.spec, comm.world_size, comm.rank
     meters = {arm: reference.AccuracyMeter() for arm in arms}
     model_meters = {numerics: reference.AccuracyMeter() for numerics in models}
     layer = reference.random_case(world_size, 1, spec.hidden_size, spec.latent_size, dtype=comm.dtype, seed=0)
-    weight = layer.up_weight.chunk(world_size)[rank] if sharded else layer.up_weight
+    weights = {False: layer.up_weight, True: layer.up_weight.chunk(world_size)[rank]}
     tails = {
-        precise: comm.moe_tail(
-            layer_index=int(precise), norm_weight=layer.norm_weight, up_weight=weight, precise=precise
+        (tier, precise): comm.moe_tail(
+            layer_index=number, norm_weight=layer.norm_weight, up_weight=weights[tier in sharded], precise=precise
         )
-        for precise in (False, True)
+        for number, (tier, precise) in enumerate(arms)
     }
     share = slice(rank * ROWS_A_CALL // world_size, (rank + 1) * ROWS_A_CALL // world_size)
     for seed in range(1, 1 + reference.POOL_ROWS // ROWS_A_CALL):
@@ -53,8 +56,9 @@ def measured(
         for numerics, meter in model_meters.items():
             meter.add(mine.model(numerics), truth, mine.residual)
         for (tier, precise), meter in meters.items():
-            plan = tails[precise].plan(ROWS_A_CALL, tier=tier)
-            out = tails[precise](case.routed[rank], case.shared[rank], case.residual, plan=plan)
+            tail = tails[tier, precise]
+            plan = tail.plan(ROWS_A_CALL, tier=tier)
+            out = tail(case.routed[rank], case.shared[rank], case.residual, plan=plan)
             meter.add(out[share], truth, mine.residual)
     found = {arm: pooled(meter) for arm, meter in meters.items()}
     assert {accuracy.rows for accuracy in found.values()} == {reference.POOL_ROWS}
@@ -62,17 +66,14 @@ def measured(
 
 
 @pytest.mark.timeout(240)
-@pytest.mark.parametrize(
-    ("tier", "sharded"),
-    [(Tier.SEQUENCE_PARALLEL, False), (Tier.COLUMN_PARALLEL, True)],
-    ids=["SEQUENCE_PARALLEL", "COLUMN_PARALLEL"],
-)
-def test_k0_and_k1_at_full_width(world_size: int, tier: Tier, sharded: bool) -> None:
+def test_k0_and_k1_at_full_width(world_size: int) -> None:
     if world_size != 4:  # the same on all ranks, so they skip together
         pytest.skip("at four ranks only, for its cost; the other sizes run the same code at small widths")
     with k3comm.Communicator.negotiate(k3comm.LatentMoESpec.kimi_k3(), dist.group.WORLD) as comm:
-        found, _ = measured(comm, [(tier, False), (tier, True)], sharded)
-    for (_, precise), accuracy in found.items():
+        tiers = (Tier.SEQUENCE_PARALLEL, Tier.COLUMN_PARALLEL)
+        arms = [(tier, precise) for tier in tiers for precise in (False, True)]
+        found, _ = measured(comm, arms, (Tier.COLUMN_PARALLEL,))
+    for (tier, precise), accuracy in found.items():
         numerics = Numerics.K0 if precise else plugins()[tier].numerics
         assert reference.accept(numerics, accuracy, dtype=torch.bfloat16, pair=precise, k3_like=True) == []
 
@@ -84,7 +85,7 @@ def test_k2_beside_separate_reduce_and_its_model() -> None:
         separate, fused = (Tier.SEPARATE_REDUCE, False), (Tier.FUSED_LANE_AR, False)
         peer = (Tier.PEER_AR, False)
         precise = (Tier.SEPARATE_REDUCE, True)
-        found, models = measured(comm, [separate, fused, peer, precise], False, (Numerics.K2,))
+        found, models = measured(comm, [separate, fused, peer, precise], (), (Numerics.K2,))
     dtype = torch.bfloat16
     assert reference.accept(Numerics.K2, found[separate], dtype=dtype, model=models[Numerics.K2]) == []
     for arm in (fused, peer):
