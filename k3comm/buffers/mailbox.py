@@ -34,14 +34,12 @@ On the host a word is written by a copy of 16 bytes or more at 16-byte aligned p
 the C library and the CPU never split a word; a fragment may arrive torn into words, which the per-word test makes
 harmless.
 
-A wait yields the CPU after every look in vain, since the peer that is waited for may need this very core;
-where no other process waits a yield takes 0.5 us.
+A wait gives the CPU away after every look in vain (pause.py).
 """
 
 from __future__ import annotations
 
 import math
-import os
 import threading
 import time
 from collections.abc import Callable
@@ -53,6 +51,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from k3comm.buffers.pause import pause
 from k3comm.buffers.symmetric import SymmetricMemory
 from k3comm.errors import ClosedError, InputError, PeerTimeoutError
 from k3comm.spec import LatentMoESpec
@@ -202,15 +201,15 @@ def wait_full(words: Words, seconds: float, expired: Callable[[], Exception], lo
     Raises:
         Exception: what `expired` gives.
     """
-    limit = None
+    start = None
     while (look is not None and _maximum(look) == EMPTY) or _maximum(words) == EMPTY:
         now = time.monotonic()
-        if limit is None:
-            limit = now + seconds
+        if start is None:
+            start = now
         # Looks once more: this process may have been stopped between its look and the clock.
-        elif now > limit and _maximum(words) == EMPTY:
+        elif now > start + seconds and _maximum(words) == EMPTY:
             raise expired()
-        os.sched_yield()
+        pause(now - start)
 
 
 @attrs.frozen(kw_only=True, eq=False)

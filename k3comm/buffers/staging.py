@@ -16,7 +16,6 @@ addresses, not tensors), a cap on retired bytes (a cap that raises ends a server
 
 from __future__ import annotations
 
-import os
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -27,6 +26,7 @@ import torch
 from torch import Tensor
 
 from k3comm.buffers import alias
+from k3comm.buffers.pause import pause
 from k3comm.buffers.symmetric import SymmetricMemory
 from k3comm.errors import CaptureError, ClosedError, InputError, NegotiationError, PeerTimeoutError
 
@@ -366,14 +366,13 @@ class _SignalPad:
         self._order()
         for word in self._mine:
             word[0] = self._count
-        tries, limit = 0, 0.0
+        start = None
         while np.minimum.reduce(self._arrived) < self._count:
-            tries += 1
             now = time.monotonic()
-            if tries == 1:
-                limit = now + seconds
+            if start is None:
+                start = now
             # Looks once more: this process may have been stopped between its look and the clock.
-            elif now > limit and np.minimum.reduce(self._arrived) < self._count:
+            elif now > start + seconds and np.minimum.reduce(self._arrived) < self._count:
                 self._parted = True
                 ranks = tuple(int(rank) for rank in np.flatnonzero(self._arrived < self._count))
                 raise PeerTimeoutError(
@@ -382,7 +381,7 @@ class _SignalPad:
                     "(settings.poll_deadline); late, or gone",
                     ranks,
                 )
-            os.sched_yield()
+            pause(now - start)
         self._order()
 
     def reset(self) -> None:

@@ -236,6 +236,14 @@ def test_one_word_that_is_missing(missing: int) -> None:
     assert 0.05 <= time.monotonic() - started < 5
 
 
+def test_a_long_wait_sleeps() -> None:
+    """Ranks that only yield can keep another one's process from all cores for as long as they wait."""
+    start, busy = time.monotonic(), time.thread_time()
+    with pytest.raises(LookupError):
+        wait_full(np.full(64, EMPTY, np.uint32), 0.3, lambda: LookupError("it is late"))
+    assert time.thread_time() - busy < 0.6 * (time.monotonic() - start)  # 1.0 by yielding, 0.1 to 0.2 by naps
+
+
 def test_a_wait_yields(monkeypatch: pytest.MonkeyPatch) -> None:
     yields = itertools.count()
     monkeypatch.setattr(os, "sched_yield", lambda: next(yields))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 import weakref
 from collections.abc import Callable
 
@@ -541,6 +542,24 @@ def test_a_reserve_that_fails_on_one_rank_fails_on_all_and_changes_nothing(guilt
     assert text == f"reserve: no staging buffers of 8 rows: rank {guilty}: allocate: OSError: [Errno 12] made to fail"
     assert (rows, retired, unchanged) == (4, 0, True)
     assert machine.live == 2
+
+
+def test_a_long_barrier_sleeps() -> None:
+    """See test_buffers_mailbox.py."""
+
+    def rank(exchange: ThreadExchange) -> bool:
+        pool = group_pool(exchange, FakeMachine(), poll_deadline=0.3)
+        if exchange.rank == 1:
+            exchange.min([0])
+            return True
+        start, busy = time.monotonic(), time.thread_time()
+        with pytest.raises(PeerTimeoutError):
+            pool.barrier("staged")
+        slept = time.thread_time() - busy < 0.6 * (time.monotonic() - start)
+        exchange.min([0])
+        return slept
+
+    assert in_threads(2, rank) == [True, True]
 
 
 def test_a_barrier_names_who_does_not_come() -> None:
