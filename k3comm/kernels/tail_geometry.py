@@ -23,10 +23,9 @@ from __future__ import annotations
 from typing import Final
 
 import attrs
-import torch
 
 from k3comm.errors import InputError
-from k3comm.kernels.compile import SHARED_LIMITS, arch_of
+from k3comm.kernels.compile import SHARED_LIMITS
 
 MAX_ROWS: Final = 64
 """Rows of a call at most: what the mailboxes and the workspace hold."""
@@ -306,20 +305,3 @@ def _widest_slice(arch: str) -> int:
     """The widest slice whose MAX_ROWS rows of z fit in shared memory."""
     room = SHARED_LIMITS[arch] - STATIC_SHARED
     return max(width for width in range(STEP, MAX_SLICE + 1, STEP) if _shared_bytes(width, TOKENS[-1]) <= room)
-
-
-def geometry_for(
-    hidden_size: int, latent_size: int, world_size: int, device: torch.device, ranks_here: int = 1
-) -> Geometry:
-    """The geometry on a device; `ranks_here` ranks share it and run at once.
-
-    Raises:
-        InputError: as `Geometry.choose`, or a compute capability that no kernel is made for.
-    """
-    return Geometry.choose(
-        hidden_size,
-        latent_size,
-        world_size,
-        arch=arch_of(torch.cuda.get_device_capability(device)),
-        capacity=torch.cuda.get_device_properties(device).multi_processor_count // ranks_here,
-    )
