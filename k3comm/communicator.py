@@ -181,8 +181,7 @@ class Communicator(Session):
                 )
                 decision = decision.armed(armed.failures)
                 check_force(agreed, decision)
-                with _counting:  # the peers' numbers are used here too now
-                    _made["communicators"] = max(_made["communicators"], decision.serial + 1)
+                _count(decision.serial)  # the peers' numbers are used here too now
                 comm = cls(local, decision, armed, voted, context, name or _default_name(group, decision.serial))
         except BaseException:
             if local is not None:
@@ -298,11 +297,12 @@ def _default_name(group: dist.ProcessGroup | None, serial: int) -> str:
     return f"k3comm-{key}{serial}"
 
 
-def _count() -> int:
-    """The next number that no communicator of this process has had."""
+def _count(used: int | None = None) -> int:
+    """Takes a number for a communicator: `used`, or the next one that none of this process has had."""
     with _counting:
-        _made["communicators"] += 1
-        return _made["communicators"] - 1
+        number = _made["communicators"] if used is None else used
+        _made["communicators"] = max(_made["communicators"], number + 1)
+        return number
 
 
 def _connect(group: dist.ProcessGroup | None, place: torch.device, world_size: int) -> None:

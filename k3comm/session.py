@@ -116,8 +116,8 @@ class Session:
         self.closed = False
         self.broken = ""
         self.suspended = False
-        self.streams = StreamOrder.of(context.device)
-        self.side = SideStream.of(context.device)
+        self.streams = StreamOrder.of(context.device, self._capturing)
+        self.side = SideStream.of(context.device, self._capturing)
         self.early: dict[int, EarlySum] = {}
         self.handles: dict[int, Handle] = {}
         self._tiers: dict[Tier, TailTier] = dict(armed.tiers)
@@ -365,7 +365,10 @@ class Session:
         return None if type(failure) is type(error) else failure
 
     def _capturing(self) -> bool:
-        """Whether the current stream is captured: what a call asks the device first, so what first tells of its end."""
+        """Whether the current stream is captured: what a call asks the device first, so what first tells of its end.
+
+        The streams ask here too: whoever is first names the rank that is missing.
+        """
         if self.device.type == "cpu":
             return False
         try:

@@ -57,11 +57,11 @@ class StreamOrder:
         self._capturing = capturing
 
     @classmethod
-    def of(cls, device: torch.device) -> StreamOrder | None:
+    def of(cls, device: torch.device, capturing: Callable[[], bool]) -> StreamOrder | None:
         """For a device; None where there are no streams."""
         if device.type != "cuda":
             return None
-        return cls(lambda: torch.cuda.current_stream(device), torch.cuda.is_current_stream_capturing)
+        return cls(lambda: torch.cuda.current_stream(device), capturing)
 
     def check(self) -> None:
         """Before a call.
@@ -121,7 +121,7 @@ class SideStream:
         self._inside = inside
 
     @classmethod
-    def of(cls, device: torch.device) -> SideStream | None:
+    def of(cls, device: torch.device, capturing: Callable[[], bool]) -> SideStream | None:
         """For a device; None where there are no streams."""
         if device.type != "cuda":
             return None
@@ -129,7 +129,7 @@ class SideStream:
             torch.cuda.Stream(device, priority=-1),  # -1 is torch's high priority
             lambda: torch.cuda.current_stream(device),
             torch.cuda.stream,
-            torch.cuda.is_current_stream_capturing,
+            capturing,
         )
 
     def run(self, work: Callable[[], None]) -> Any:

@@ -48,6 +48,16 @@ def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
     return torch.nn.functional.rms_norm(x, x.shape[-1:], weight.float(), eps)
 
 
+def norm_into(out: Tensor | None, x: Tensor, weight: Tensor | None, eps: float) -> None:
+    """The next layer's norm of finished rows `x`, rounded once into `out`; nothing where none is asked for.
+
+    Args:
+        out: [m, n], or None. x: [m, n], in any dtype. weight: [n], or None.
+    """
+    if out is not None and weight is not None:
+        out.copy_(rms_norm(x.float(), weight, eps))
+
+
 def split_norm(x: Tensor, weight: Tensor | None, eps: float) -> tuple[Tensor, Tensor | None]:
     """RMSNorm in two factors, for an epilogue that applies the second one after the projection.
 

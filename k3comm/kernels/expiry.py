@@ -1,13 +1,17 @@
 """What a wait on the device leaves behind when its deadline passes: `struct Record` of mailbox.cuh.
 
-The thread whose wait expired writes it to pinned memory and traps, which ends the CUDA context of the process.
+The thread whose wait expired writes it to pinned memory and traps, which ends the CUDA context of the process. So each
+later call looks there before it launches anything (`Watch`).
 """
 
 from __future__ import annotations
 
-from typing import Final
+import ctypes
+from collections.abc import Callable
+from typing import Final, TypeVar
 
 import attrs
+import torch
 from torch import Tensor
 
 from k3comm.errors import PeerTimeoutError
@@ -35,6 +39,9 @@ RECORD_WORDS: Final = 16
 
 LANE_SHIFT: Final = 28
 """A record has no word for the micro-batch, so it goes in front of the layer's number: 3 bits of 31."""
+
+_Call = TypeVar("_Call")
+_Result = TypeVar("_Result")
 
 
 def layer_word(layer: int, lane: int) -> int:
@@ -91,3 +98,37 @@ class Expired:
             f"{what}nothing from rank {self.peer} within {seconds:g} s (settings.poll_deadline); it is late, or gone",
             (self.peer,),
         )
+
+
+class Watch:
+    """Looks at the record of one rank's kernels before each call of them.
+
+    Args:
+        record: what the kernels write to, int32 [RECORD_WORDS] in host memory.
+        device: theirs. world_size: ranks that meet in them. seconds: how long they wait.
+    """
+
+    def __init__(self, record: Tensor, device: torch.device, world_size: int, seconds: float) -> None:
+        self._record, self._device = record, device
+        self._world_size, self._seconds = world_size, seconds
+        # Looked at in every call: a view of the record's first word, for which no tensor has to be indexed.
+        self._written = ctypes.c_uint32.from_address(record.data_ptr())
+
+    def failure(self) -> PeerTimeoutError | None:
+        """What the record says of a wait that has expired; None if none has."""
+        expired = Expired.read(self._record)
+        return None if expired is None else expired.error(self._world_size, self._seconds)
+
+    def launch(self, kernels: Callable[[_Call], _Result], call: _Call) -> _Result:
+        """`kernels(call)`, with the device current, as a launch needs it.
+
+        Raises:
+            PeerTimeoutError: an earlier call's wait has expired.
+        """
+        if self._written.value and (failure := self.failure()) is not None:
+            raise failure
+        device = self._device
+        if device.type == "cuda" and device.index is not None and torch.cuda.current_device() != device.index:
+            with torch.cuda.device(device):
+                return kernels(call)
+        return kernels(call)

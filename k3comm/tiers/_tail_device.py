@@ -24,7 +24,6 @@ CUDA context: nothing on this GPU works in it any more, torch included. `failure
 
 from __future__ import annotations
 
-import ctypes
 from typing import Final
 
 import attrs
@@ -35,7 +34,7 @@ from k3comm.buffers.cuda import CudaMemory
 from k3comm.buffers.mailbox import COUNTER_BYTES, EMPTY, MailboxLayout
 from k3comm.errors import PeerTimeoutError
 from k3comm.kernels.compile import arch_of
-from k3comm.kernels.expiry import Expired, layer_word
+from k3comm.kernels.expiry import Watch, layer_word
 from k3comm.kernels.tail_fusion import Form, LaneAddresses, TailKernels
 from k3comm.kernels.tail_geometry import Geometry
 from k3comm.tiers.device import multicast_verdict
@@ -83,8 +82,7 @@ class DeviceTail:
             forms=(FORM,),
             settings=settings if context.device_ranks == 1 else attrs.evolve(settings, pdl=False),
         )
-        # Looked at in every call: a view of the record's first word, for which no tensor has to be indexed.
-        self._written = ctypes.c_uint32.from_address(self._kernels.record.data_ptr())
+        self._watch = Watch(self._kernels.record, context.device, context.world_size, settings.poll_deadline)
         self.fill()
 
     def fill(self) -> None:
@@ -108,38 +106,28 @@ class DeviceTail:
         Raises:
             PeerTimeoutError: an earlier call's wait has expired.
         """
-        if self._written.value and (failure := self.failure()) is not None:
-            raise failure
-        weights = call.weights
-        if weights.up_weight is None:
-            raise LookupError("TAIL_FUSION was given a layer without up_weight")
-        device = self._context.device
-        if device.index is not None and torch.cuda.current_device() != device.index:  # a launch needs it to be current
-            with torch.cuda.device(device):
-                return self._launch(call, weights.up_weight)
-        return self._launch(call, weights.up_weight)
+        return self._watch.launch(self._launch, call)
 
     def failure(self) -> PeerTimeoutError | None:
         """What the record says of a wait that has expired; None if none has."""
-        expired = Expired.read(self._kernels.record)
-        if expired is None:
-            return None
-        return expired.error(self._layout.world_size, self._context.settings.poll_deadline)
+        return self._watch.failure()
 
     def memory(self) -> dict[str, int]:
         """See `TailTier.memory`."""
         workspace = self.geometry.partial_bytes + self.geometry.square_bytes
         return {"mailboxes": self._layout.nbytes, "workspace": self._layout.lanes * workspace}
 
-    def _launch(self, call: TailCall, up_weight: Tensor) -> Tensor:
+    def _launch(self, call: TailCall) -> Tensor:
         weights, deferred = call.weights, call.deferred
+        if weights.up_weight is None:
+            raise LookupError("TAIL_FUSION was given a layer without up_weight")
         if deferred is not None:
             # Without the padding, a copy of rows that lie badly has its rows at multiples of 16 bytes.
             deferred = attrs.evolve(deferred, rows=deferred.rows[:, : self._layout.latent_size])
         return self._kernels(
             routed=call.routed if deferred is None else deferred,
             shared=call.shared,
-            up_weight=up_weight,
+            up_weight=weights.up_weight,
             sharded=weights.sharded,
             norm_weight=weights.norm_weight,
             residual=call.residual,

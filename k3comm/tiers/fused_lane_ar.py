@@ -22,7 +22,6 @@ Decided against: two lanes by turns instead of waiting for the readers. A graph 
 
 from __future__ import annotations
 
-import ctypes
 import logging
 from typing import ClassVar, Final
 
@@ -34,7 +33,7 @@ from k3comm.buffers import alias
 from k3comm.buffers.symmetric import Block, BufferRequest, SymmetricMemory
 from k3comm.errors import InputError, PeerTimeoutError
 from k3comm.facts import Reason, Verdict
-from k3comm.kernels.expiry import Expired, layer_word
+from k3comm.kernels.expiry import Watch, layer_word
 from k3comm.kernels.lane_one_shot import ALIGNMENT, MAX_BLOCKS, Cut, LaneLayout, OneShot
 from k3comm.operations import Proposal, TailArguments
 from k3comm.tiers.interface import Plan, TailCall, TierContext
@@ -197,8 +196,7 @@ class SharedLane:
             # Ranks that share a GPU go without: a call that starts early could take the SMs that another rank's needs.
             settings=settings if context.device_ranks == 1 else attrs.evolve(settings, pdl=False),
         )
-        # Looked at in every call: a view of the record's first word, for which no tensor has to be indexed.
-        self._written = ctypes.c_uint32.from_address(self._kernel.record.data_ptr())
+        self._watch = Watch(self._kernel.record, context.device, context.world_size, settings.poll_deadline)
         self.fill()
 
     @property
@@ -244,21 +242,11 @@ class SharedLane:
         Raises:
             PeerTimeoutError: an earlier call's wait has expired.
         """
-        if self._written.value and (failure := self.failure()) is not None:
-            raise failure
-        device = self._context.device
-        # A launch needs the device to be current.
-        if device.type == "cuda" and device.index is not None and torch.cuda.current_device() != device.index:
-            with torch.cuda.device(device):
-                return self._launch(call)
-        return self._launch(call)
+        return self._watch.launch(self._launch, call)
 
     def failure(self) -> PeerTimeoutError | None:
         """What the record says of a wait that has expired; None if none has."""
-        expired = Expired.read(self._kernel.record)
-        if expired is None:
-            return None
-        return expired.error(self._context.world_size, self._context.settings.poll_deadline)
+        return self._watch.failure()
 
     def _launch(self, call: TailCall) -> tuple[Tensor, Tensor]:
         rows = call.routed.shape[0]

@@ -164,9 +164,7 @@ class LibraryTier(TailTier):
 
     def run(self, call: TailCall) -> Tensor:
         out = self._tail(call)
-        if call.normed is not None and call.next_norm_weight is not None:
-            normed = dense.rms_norm(out.float(), call.next_norm_weight, self._context.spec.rms_eps)
-            call.normed.copy_(normed)
+        dense.norm_into(call.normed, out, call.next_norm_weight, self._context.spec.rms_eps)
         return out
 
     @abstractmethod

@@ -160,8 +160,7 @@ class Plugin(TailTier):
         whole = out.new_empty(rows, context.spec.hidden_size)
         lane.wait_columns(whole)
         lane.end()
-        if call.normed is not None and call.next_norm_weight is not None:
-            call.normed.copy_(dense.rms_norm(whole.float(), call.next_norm_weight, context.spec.rms_eps))
+        dense.norm_into(call.normed, whole, call.next_norm_weight, context.spec.rms_eps)
         return whole
 
 

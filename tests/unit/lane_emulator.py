@@ -10,7 +10,6 @@ import ctypes
 import re
 import shutil
 import subprocess
-import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -145,31 +144,6 @@ class Ranks:
             kernel.steps.clear()
             kernel.kept.clear()
         return ended
-
-
-class Room:
-    """For ranks that are threads: every launch is one of all of them, at once."""
-
-    def __init__(self, library: Any, world_size: int) -> None:
-        self._library = library
-        self._barrier = threading.Barrier(world_size, timeout=60)
-        self._steps: dict[int, tuple[Kernel, bytes]] = {}
-        self._ended = 0
-        self.launched = 0
-
-    def launch(self, rank: int, kernel: Kernel, packed: bytes) -> None:
-        """Runs the call that every rank has come to."""
-        self._steps[rank] = kernel, packed
-        self._barrier.wait()
-        if rank == 0:
-            self.launched += 1
-            steps = [self._steps[peer] for peer in sorted(self._steps)]
-            assert len({bytes(one) for one, _ in steps}) == 1
-            together = b"".join(arguments for _, arguments in steps)
-            size = ctypes.sizeof(Arguments)
-            self._ended = self._library.emulate(len(steps), 1, (Kernel * 1)(kernel), together, size, 1, 4, -1)
-        self._barrier.wait()
-        assert self._ended == 0, "a trap, or nobody got any further"
 
 
 def words_of(record: Tensor, *words: int) -> None:

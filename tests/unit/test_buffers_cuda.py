@@ -8,17 +8,17 @@ from __future__ import annotations
 
 import errno
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from functools import cache
+from collections.abc import Callable, Iterator
+from functools import cache, partial
 from typing import Any
 
-import attrs
 import pytest
 import torch
 from buffer_groups import in_threads
+from tier_stand_ins import ON_CPU, Handle, Machine, Module, Rank, context_of, exact_case, proposal_of
 from torch import Tensor
 
-from k3comm import InputError, LatentMoESpec, ParallelLayout, RendezvousError, Settings, Tier
+from k3comm import InputError, LatentMoESpec, RendezvousError, Tier
 from k3comm.buffers import cuda
 from k3comm.buffers.cuda import CudaMemory, Torch, handles_refusal
 from k3comm.buffers.symmetric import HANDLE_BYTES, SymmetricMemory, establish
@@ -26,98 +26,13 @@ from k3comm.errors import CaptureError, ClosedError, NegotiationError
 from k3comm.facts import Verdict
 from k3comm.kernels import reference
 from k3comm.negotiate.blocks import plan_blocks
-from k3comm.operations import Proposal
 from k3comm.testing import ThreadExchange, h200_facts, laptop_facts, thread_exchanges
 from k3comm.tiers import Phase, TokenRange, Window, Windows, choose_windows, plugin
-from k3comm.tiers.interface import Plan, TailCall, TailTier, TailWeights, TierContext
 from k3comm.tiers.staged import FIRST_ROWS, first_rows
 
 STAGED = (Tier.MULTIMEM_AR, Tier.PEER_AR)
-ON_CPU = torch.device("cpu")
-
-
-class Machine:
-    """W ranks' torch modules. Each allocates alone; a rendezvous waits for all."""
-
-    def __init__(self, world_size: int, *, multicast: bool = False, deadline: float = 10.0) -> None:
-        self.world_size = world_size
-        self.multicast = multicast
-        self.rendezvous = 0
-        self.called: list[tuple[str, int]] = []
-        self.failure: dict[int, Exception] = {}
-        self.none_on: set[int] = set()
-        self.offered: dict[int, list[Tensor]] = {rank: [] for rank in range(world_size)}
-        self.barrier = threading.Barrier(world_size, timeout=deadline)
-        self.torches = [Torch(lambda rank=rank: Module(self, rank), "2.11.0+cu130") for rank in range(world_size)]
-
-    def memory(self, rank: int) -> CudaMemory:
-        return CudaMemory(rank, self.world_size, group_name="7", device=ON_CPU, torch_api=self.torches[rank])
-
-    def all_reduce_(self, name: str, x: Tensor) -> None:
-        """What torch's operators do, on the block that x is a view of."""
-        assert x.is_contiguous()
-        assert x.numel() * x.element_size() % 16 == x.storage_offset() * x.element_size() % 16 == 0
-        start = x.untyped_storage().data_ptr()
-        (rank, number) = next(
-            (rank, number)
-            for rank, tensors in self.offered.items()
-            for number, tensor in enumerate(tensors)
-            if tensor.data_ptr() == start
-        )
-        if rank == 0:
-            self.called.append((name, x.numel()))
-        first = x.storage_offset() * x.element_size()
-        views = [
-            self.offered[peer][number][first : first + x.numel() * x.element_size()].view(x.dtype)
-            for peer in range(self.world_size)
-        ]
-        self.barrier.wait()
-        total = torch.stack(views).float().sum(0)
-        self.barrier.wait()
-        x.copy_(total)
-
-
-class Module:
-    """`torch.distributed._symmetric_memory`, as far as it is used, on one rank."""
-
-    def __init__(self, machine: Machine, rank: int) -> None:
-        self._machine, self._rank = machine, rank
-
-    def get_backend(self, device: torch.device) -> str | None:
-        return "CUDA"
-
-    def empty(self, *size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        return torch.full(size, 0xAA, dtype=dtype, device=device)  # not zeros: torch promises none
-
-    def rendezvous(self, tensor: Tensor, group: str) -> Handle | None:
-        machine = self._machine
-        assert group == "7"
-        if self._rank in machine.failure:
-            raise machine.failure[self._rank]
-        machine.offered[self._rank].append(tensor)
-        machine.barrier.wait()
-        machine.rendezvous += self._rank == 0
-        if self._rank in machine.none_on:
-            return None
-        return Handle(machine, self._rank, len(machine.offered[self._rank]) - 1)
-
-
-@attrs.define
-class Handle:
-    machine: Machine
-    rank: int
-    number: int
-
-    @property
-    def world_size(self) -> int:
-        return self.machine.world_size
-
-    @property
-    def multicast_ptr(self) -> int:
-        return 0x7000_0000 if self.machine.multicast else 0
-
-    def get_buffer(self, rank: int, sizes: Sequence[int], dtype: torch.dtype) -> Tensor:
-        return self.machine.offered[rank][self.number].view(dtype).view(*sizes)
+SPEC = LatentMoESpec(hidden_size=64, latent_size=24, top_k=2, max_tokens=4096)
+proposal_at = partial(proposal_of, SPEC, world_size=3)
 
 
 @pytest.fixture
@@ -337,21 +252,6 @@ def test_what_torch_maps_is_looked_at(wrong: str, monkeypatch: pytest.MonkeyPatc
 # Sizes and places
 
 
-def proposal_of(
-    *, device: str = "cuda", windows: Windows[Tier] | None = None, disabled: set[Tier] | None = None, **spec: Any
-) -> Proposal:
-    shapes = {"hidden_size": 64, "latent_size": 24, "top_k": 2, "max_tokens": 4096, **spec}
-    return Proposal(
-        spec=LatentMoESpec(**shapes),
-        layout=ParallelLayout(tp=3),
-        settings=Settings(disabled=disabled or set()),
-        world_size=3,
-        lanes=2,
-        device=device,
-        windows=windows,
-    )
-
-
 def windows_of(**tokens: TokenRange) -> Windows[Tier]:
     rows = {Tier[name]: Window(tokens=(one,), decode=Phase.ANY) for name, one in tokens.items()}
     return Windows(tiers=Tier, rows={**rows, max(Tier): Window(tokens=(TokenRange(0),))})
@@ -359,20 +259,20 @@ def windows_of(**tokens: TokenRange) -> Windows[Tier]:
 
 def test_buffers_hold_what_the_windows_may_ask_for() -> None:
     default = choose_windows("default", 3).windows
-    assert first_rows(proposal_of(windows=default)) == 4096
-    assert first_rows(proposal_of(windows=default, max_tokens=9000)) == 8192
-    assert first_rows(proposal_of(windows=default, max_tokens=100)) == 100
-    assert first_rows(proposal_of(windows=default, disabled={Tier.MULTIMEM_AR})) == FIRST_ROWS
-    assert first_rows(proposal_of(windows=windows_of(PEER_AR=TokenRange(64)))) == 4096
-    assert first_rows(proposal_of(windows=windows_of(PEER_AR=TokenRange(1, 300)))) == 300
-    assert first_rows(proposal_of(windows=windows_of(FUSED_LANE_AR=TokenRange(1, 300)))) == FIRST_ROWS
-    assert first_rows(proposal_of(windows=windows_of(PEER_AR=TokenRange(1, 300)), device="cpu")) == FIRST_ROWS
-    assert first_rows(proposal_of()) == FIRST_ROWS
+    assert first_rows(proposal_at(windows=default)) == 4096
+    assert first_rows(proposal_at(windows=default, max_tokens=9000)) == 8192
+    assert first_rows(proposal_at(windows=default, max_tokens=100)) == 100
+    assert first_rows(proposal_at(windows=default, settings={"disabled": {Tier.MULTIMEM_AR}})) == FIRST_ROWS
+    assert first_rows(proposal_at(windows=windows_of(PEER_AR=TokenRange(64)))) == 4096
+    assert first_rows(proposal_at(windows=windows_of(PEER_AR=TokenRange(1, 300)))) == 300
+    assert first_rows(proposal_at(windows=windows_of(FUSED_LANE_AR=TokenRange(1, 300)))) == FIRST_ROWS
+    assert first_rows(proposal_at(windows=windows_of(PEER_AR=TokenRange(1, 300)), device="cpu")) == FIRST_ROWS
+    assert first_rows(proposal_at()) == FIRST_ROWS
 
 
 def test_both_tiers_have_one_place_on_gpus_and_one_is_absent_on_cpus() -> None:
     # FUSED_LANE_AR's lane would lie in the block too.
-    proposal = proposal_of(windows=choose_windows("sm90", 3).windows, disabled={Tier.FUSED_LANE_AR})
+    proposal = proposal_at(windows=choose_windows("sm90", 3).windows, settings={"disabled": {Tier.FUSED_LANE_AR}})
     plan = plan_blocks(proposal)
     kind = plugin(Tier.PEER_AR)
     assert kind is not None
@@ -380,8 +280,8 @@ def test_both_tiers_have_one_place_on_gpus_and_one_is_absent_on_cpus() -> None:
     assert request is not None
     assert plan.places[Tier.MULTIMEM_AR] == plan.places[Tier.PEER_AR]
     assert plan.nbytes[request.block] == request.nbytes
-    assert Tier.MULTIMEM_AR not in plan_blocks(proposal_of(device="cpu")).places
-    assert Tier.PEER_AR in plan_blocks(proposal_of(device="cpu")).places
+    assert Tier.MULTIMEM_AR not in plan_blocks(proposal_at(device="cpu")).places
+    assert Tier.PEER_AR in plan_blocks(proposal_at(device="cpu")).places
 
 
 def test_verdicts_come_from_the_facts(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -397,67 +297,34 @@ def test_verdicts_come_from_the_facts(monkeypatch: pytest.MonkeyPatch) -> None:
     for tier in STAGED:
         found = plugin(tier)
         assert found is not None
-        assert found.verdict(h200_facts(), proposal_of()) == (Verdict.yes(FIRST_ROWS), Verdict.yes(FIRST_ROWS))
+        assert found.verdict(h200_facts(), proposal_at()) == (Verdict.yes(FIRST_ROWS), Verdict.yes(FIRST_ROWS))
     assert asked == [FIRST_ROWS, FIRST_ROWS]
     monkeypatch.undo()
     multicast = plugin(Tier.MULTIMEM_AR)
     assert multicast is not None
-    assert not any(multicast.verdict(laptop_facts(), proposal_of(device="cpu")))
+    assert not any(multicast.verdict(laptop_facts(), proposal_at(device="cpu")))
 
 
 # The tiers
 
 
 @cache
-def case_of(world_size: int, rows: int, hidden: int, latent: int) -> reference.Case:
-    return reference.integer_case(world_size, rows, hidden, latent, dtype=torch.bfloat16, seed=rows, norm=False)
+def case_of(world_size: int, hidden: int, latent: int, rows: int) -> tuple[reference.Case, Tensor]:
+    return exact_case(world_size, hidden, latent, rows, seed=rows, norm=False)
 
 
-@attrs.frozen(kw_only=True)
-class Rank:
-    """A prepared tier on one rank."""
+class StagedRank(Rank):
+    """Every number of rows has a case of its own."""
 
-    tier: TailTier
-    memory: CudaMemory
-    exchange: ThreadExchange
-    spec: LatentMoESpec
+    def _case(self, rows: int) -> tuple[reference.Case, Tensor]:
+        spec = self.context.spec
+        return case_of(self.exchange.size, spec.hidden_size, spec.latent_size, rows)
 
-    def run(self, rows: int, lane: int = 0) -> Tensor:
-        world_size, rank = self.exchange.size, self.exchange.rank
-        case = case_of(world_size, rows, self.spec.hidden_size, self.spec.latent_size)
-        weights = TailWeights(
-            norm_weight=None,
-            up_weight=case.up_weight,
-            up_bias=None,
-            routed_scale=1.0,
-            project=None,
-            precise=False,
-            sharded=False,
-        )
-        plan = Plan(
-            num_tokens=rows,
-            graph=False,
-            decode=False,
-            tier=self.tier.name,
-            forced=True,
-            output="full",
-            next_norm=False,
-            communicator=("test", 0),
-        )
-        return self.tier.run(
-            TailCall(
-                routed=case.routed[rank],
-                shared=case.shared[rank],
-                residual=case.residual,
-                plan=plan,
-                weights=weights,
-                lane=lane,
-            )
-        )
+    def sums(self, rows: int, lane: int = 0) -> Tensor:
+        return self.run(self._case(rows)[0], rows, lane=lane)
 
     def right(self, out: Tensor) -> bool:
-        case = case_of(self.exchange.size, out.shape[0], self.spec.hidden_size, self.spec.latent_size)
-        return torch.equal(out, reference.round_once(case.truth(), torch.bfloat16))
+        return torch.equal(out, self._case(out.shape[0])[1])
 
 
 class Group:
@@ -466,10 +333,8 @@ class Group:
     group_name = "7"
 
 
-def prepared(machine: Machine, tier: Tier, exchange: ThreadExchange, offset: int = 128, **spec: Any) -> Rank:
-    proposal = attrs.evolve(
-        proposal_of(**spec), world_size=machine.world_size, layout=ParallelLayout(tp=machine.world_size)
-    )
+def prepared(machine: Machine, tier: Tier, exchange: ThreadExchange, offset: int = 128, **spec: Any) -> StagedRank:
+    proposal = proposal_at(world_size=machine.world_size, **spec)
     kind = plugin(tier)
     assert kind is not None
     request = kind.footprint(proposal)
@@ -483,23 +348,17 @@ def prepared(machine: Machine, tier: Tier, exchange: ThreadExchange, offset: int
         more = machine.memory(exchange.rank)
         return establish(more, nbytes, exchange) or more
 
-    context = TierContext(
-        spec=proposal.spec,
-        settings=proposal.settings,
-        group=Group(),  # type: ignore[arg-type]
-        rank=exchange.rank,
-        world_size=machine.world_size,
+    context = context_of(
+        proposal,
+        memory,
+        group=Group(),
         device=torch.device("cuda", 0),  # what makes the tiers take torch's operators
-        dtype=torch.bfloat16,
-        lanes=2,
-        memory=memory,
         offset=offset,
         establish=grow,
-        proposal=proposal,
     )
     one = kind()
     one.prepare(context)
-    return Rank(tier=one, memory=memory, exchange=exchange, spec=proposal.spec)
+    return StagedRank(one, context, exchange)
 
 
 @pytest.mark.parametrize("tier", STAGED, ids=lambda tier: tier.name)
@@ -513,7 +372,7 @@ def test_results_are_exact_through_one_operator_call(
 
     def rank_of(exchange: ThreadExchange) -> list[bool]:
         rank = prepared(machine, tier, exchange, hidden_size=hidden, latent_size=latent)
-        return [rank.right(rank.run(rows, lane)) for rows in sizes for lane in (0, 1)]
+        return [rank.right(rank.sums(rows, lane)) for rows in sizes for lane in (0, 1)]
 
     assert in_threads(3, rank_of) == [[True] * 8] * 3
     name = "two_shot_all_reduce_" if tier is Tier.PEER_AR else "multimem_all_reduce_"
@@ -533,9 +392,10 @@ def test_lanes_and_results_keep_apart(stand_ins: Callable[[Machine], None]) -> N
         views = [pool.view("partials", FIRST_ROWS, lane=lane) for lane in (0, 1)]
         starts = [view.data_ptr() for view in views]
         assert starts[1] - starts[0] >= views[0].numel() * 2
-        assert starts[0] >= rank.memory.block(exchange.rank).data_ptr() + 128  # what lies before is somebody else's
-        first = rank.run(9)
-        rank.run(5)
+        own = rank.context.memory.block(exchange.rank)
+        assert starts[0] >= own.data_ptr() + 128  # what lies before is somebody else's
+        first = rank.sums(9)
+        rank.sums(5)
         return rank.right(first)
 
     assert in_threads(2, rank_of) == [True, True]
@@ -551,19 +411,19 @@ def test_growth_keeps_what_was(tier: Tier, stand_ins: Callable[[Machine], None])
         before = rank.tier.memory()
         view = rank.tier._pool.view("partials", 3)  # type: ignore[attr-defined]
         with pytest.raises(InputError, match=r"more after reserve\(300\)"):
-            rank.run(300)
+            rank.sums(300)
         assert rank.tier.reserve(300) == 2 * FIRST_ROWS
         after = rank.tier.memory()
-        assert rank.right(rank.run(300))
-        assert view.data_ptr() == rank.memory.block(exchange.rank).data_ptr() + view.storage_offset() * 2
+        assert rank.right(rank.sums(300))
+        assert view.data_ptr() == rank.context.memory.block(exchange.rank).data_ptr() + view.storage_offset() * 2
         assert after["staging, retired"] >= before["staging"] > before["staging, retired"] == 0
         # Past max_tokens, 4096 here: what is asked for, and the next time the double.
         assert rank.tier.reserve(5000) == 5120
         assert rank.tier.memory()["staging"] <= 5120 // (2 * FIRST_ROWS) * after["staging"]
-        assert rank.right(rank.run(4097))
+        assert rank.right(rank.sums(4097))
         assert rank.tier.reserve(5121) == 10240
         rank.tier.close()
-        return [rank.memory.nbytes]  # lent, so not the tier's to release
+        return [rank.context.memory.nbytes]  # lent, so not the tier's to release
 
     assert all(nbytes > 0 for (nbytes,) in in_threads(2, rank_of))
 
@@ -578,9 +438,9 @@ def test_a_miss_during_capture_raises(
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing[0])
     rank = prepared(machine, tier, thread_exchanges(1)[0])
     capturing[0] = True
-    assert rank.right(rank.run(FIRST_ROWS))
+    assert rank.right(rank.sums(FIRST_ROWS))
     with pytest.raises(CaptureError, match=r"call reserve\(257\) on every rank before the capture"):
-        rank.run(FIRST_ROWS + 1)
+        rank.sums(FIRST_ROWS + 1)
     with pytest.raises(CaptureError, match="it is collective and allocates"):
         rank.tier.reserve(FIRST_ROWS + 1)
     assert machine.rendezvous == 1
@@ -596,5 +456,5 @@ def test_multimem_needs_the_address_that_torch_gives(stand_ins: Callable[[Machin
     machine.multicast = False
     with pytest.raises(NegotiationError, match="no multicast address"):
         rank.tier.reserve(FIRST_ROWS + 1)
-    assert rank.right(rank.run(FIRST_ROWS))
+    assert rank.right(rank.sums(FIRST_ROWS))
     assert rank.tier.memory()["staging, retired"] == 0

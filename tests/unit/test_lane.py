@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import ctypes
-import shutil
 from collections.abc import Callable, Sequence
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import attrs
@@ -15,10 +14,11 @@ import torch
 import torch.distributed as dist
 from buffer_groups import in_threads, mapped
 from hypothesis import given
-from lane_emulator import EPS, Kernel, Ranks, Recorded, Room, build, words_of
+from lane_emulator import EPS, Kernel, Ranks, Recorded, build, words_of
+from tier_stand_ins import LANES, NEEDS_GXX, Rank, Room, context_of, exact_case, plan_of, proposal_of
 from torch import Tensor
 
-from k3comm import Communicator, InputError, LatentMoESpec, ParallelLayout, PeerTimeoutError, PlanError, Settings, Tier
+from k3comm import Communicator, InputError, LatentMoESpec, PeerTimeoutError, PlanError, Settings, Tier
 from k3comm.buffers.symmetric import Block
 from k3comm.facts import Verdict
 from k3comm.kernels import dense, reference
@@ -38,16 +38,13 @@ from k3comm.kernels.lane_one_shot import (
 from k3comm.kernels.tail_fusion import COUNTER_BYTES
 from k3comm.kernels.tail_geometry import MAX_CELLS, MAX_WORLD
 from k3comm.negotiate.blocks import plan_blocks
-from k3comm.operations import Proposal
 from k3comm.testing import FakeMachine, Fault, ThreadExchange, assert_identical, run_ranks
 from k3comm.tiers import fused_lane_ar
 from k3comm.tiers.fused_lane_ar import ONE_SHOT_BYTES, Plugin, SharedLane, lane_layout
-from k3comm.tiers.interface import Plan, TailCall, TailWeights, TierContext
 
 BF16, FP32, CPU = torch.bfloat16, torch.float32, torch.device("cpu")
 WORLD, HIDDEN, LATENT = 3, 1200, 520  # three units a row of 128 threads, the last one of each part not full
 CUT = Cut.of(HIDDEN, LATENT, WORLD)
-NEEDS_GXX = pytest.mark.skipif(shutil.which("g++") is None, reason="the emulator is built by g++")
 
 
 # Cut and layout
@@ -329,19 +326,8 @@ def test_a_rank_that_does_not_come_is_named(built: Callable[..., Any]) -> None:
 
 
 SPEC = LatentMoESpec(hidden_size=HIDDEN, latent_size=LATENT, top_k=3, rms_eps=EPS)
-ROWS, LANES, OFFSET = 9, 2, 256
-
-
-def proposal(device: str = "cuda", world: int = WORLD, **changes: Any) -> Proposal:
-    settings = Settings(**changes.pop("settings", {}))
-    return Proposal(
-        spec=attrs.evolve(SPEC, **changes),
-        layout=ParallelLayout(tp=world),
-        settings=settings,
-        world_size=world,
-        lanes=LANES,
-        device=device,
-    )
+ROWS, OFFSET = 9, 256
+proposal = partial(proposal_of, SPEC, world_size=WORLD)
 
 
 def test_the_footprint() -> None:
@@ -354,14 +340,14 @@ def test_the_footprint() -> None:
     assert layout.lanes == LANES
     assert lane_layout(proposal(settings={"transport": "peer"})) == layout
     for other in (
-        proposal("cpu"),
+        proposal(device="cpu"),
         proposal(dtype="float32"),
         proposal(hidden_size=1202),
         proposal(latent_size=20000),
         proposal(hidden_size=8 * ONE_SHOT_BYTES),
         proposal(settings={"transport": "multicast"}),
         proposal(settings={"transport": "host"}),
-        proposal(world=1),
+        proposal(world_size=1),
     ):
         assert Plugin.footprint(other) is None
 
@@ -431,17 +417,8 @@ class Emulated(Recorded):
         return out
 
 
-@attrs.frozen
-class Rank:
-    """A prepared tier in a thread."""
-
-    tier: Plugin
-    context: TierContext
-    exchange: ThreadExchange
-
-    @property
-    def number(self) -> int:
-        return self.exchange.rank
+class LaneRank(Rank):
+    """With the lane that its tier has prepared."""
 
     @property
     def lane(self) -> SharedLane:
@@ -453,44 +430,21 @@ class Rank:
         self.exchange.gather(b"")
         return found
 
-    def run(self, case: reference.Case, rows: int, **changes: Any) -> Tensor:
-        given: dict[str, Any] = {
-            "routed": case.routed[self.number, :rows],
-            "shared": case.shared[self.number, :rows],
-            "residual": case.residual[:rows] if case.residual is not None else None,
-            "plan": plan_of(rows),
-            "weights": TailWeights(
-                norm_weight=case.norm_weight,
-                up_weight=case.up_weight,
-                up_bias=None,
-                routed_scale=1.0,
-                project=None,
-                precise=False,
-                sharded=False,
-            ),
-        }
-        return self.tier.run(TailCall(**(given | changes)))
 
-
-def plan_of(rows: int) -> Plan:
-    return Plan(
-        num_tokens=rows, graph=False, decode=False, tier=Tier.FUSED_LANE_AR, forced=True, output="full",
-        next_norm=False, communicator=("test", 0),
-    )  # fmt: skip
-
-
+plan_for = partial(plan_of, Tier.FUSED_LANE_AR)
+integers = partial(exact_case, WORLD, HIDDEN, LATENT)
 Run = Callable[..., list[Any]]
 
 
 @pytest.fixture
 def on_ranks(built: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> Run:
     """on_ranks(fn, capacities=..., **context): what fn returns on each rank with a prepared tier."""
-    monkeypatch.setattr(Emulated, "room", Room(built(CUT), WORLD), raising=False)
+    monkeypatch.setattr(Emulated, "room", Room(lambda kind: built(CUT), WORLD, Arguments), raising=False)
     monkeypatch.setattr(Emulated, "made", ())
     monkeypatch.setattr(fused_lane_ar, "OneShot", Emulated)
     monkeypatch.setattr(fused_lane_ar, "ONE_SHOT_BYTES", (WORLD - 1) * 2 * ROWS * (HIDDEN + LATENT))
 
-    def run(fn: Callable[[Rank], Any], capacities: Sequence[int] = (5, 4, 6), **changes: Any) -> list[Any]:
+    def run(fn: Callable[[LaneRank], Any], capacities: Sequence[int] = (5, 4, 6), **changes: Any) -> list[Any]:
         monkeypatch.setattr(Emulated, "capacities", capacities)
         asked = proposal()
         layout = lane_layout(asked)
@@ -499,40 +453,22 @@ def on_ranks(built: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> Run:
         memories = mapped(WORLD, OFFSET + layout.nbytes)
 
         def rank_of(exchange: ThreadExchange) -> Any:
-            given: dict[str, Any] = {
-                "spec": SPEC,
-                "settings": asked.settings,
-                "group": None,
-                "rank": exchange.rank,
-                "world_size": WORLD,
-                "device": CPU,
-                "dtype": BF16,
-                "lanes": LANES,
-                "memory": memories[exchange.rank],
-                "offset": OFFSET,
-                "proposal": asked,
-            }
-            context = TierContext(**(given | changes))
+            context = context_of(asked, memories[exchange.rank], offset=OFFSET, **changes)
             tier = Plugin()
             tier.prepare(context)
             tier._collectives = ThreadCollectives(exchange)  # type: ignore[assignment]
             exchange.gather(b"")  # the vote on prepare
-            return fn(Rank(tier, context, exchange))
+            return fn(LaneRank(tier, context, exchange))
 
         return in_threads(WORLD, rank_of, deadline=100)
 
     return run
 
 
-def integers(rows: int, seed: int = 0, **kind: Any) -> tuple[reference.Case, Tensor]:
-    case = reference.integer_case(WORLD, rows, HIDDEN, LATENT, dtype=BF16, seed=seed, **kind)
-    return case, reference.round_once(case.truth(), BF16)
-
-
 @NEEDS_GXX
 def test_it_checks_itself_and_the_least_capacity_is_everyones(on_ranks: Run) -> None:
-    def fn(rank: Rank) -> Any:
-        before = rank.tier.lane(plan_of(1))
+    def fn(rank: LaneRank) -> Any:
+        before = rank.tier.lane(plan_for(1))
         word = rank.check()
         return before, bool(word), rank.lane._kernel._blocks, rank.tier.memory()["lane"]
 
@@ -554,13 +490,13 @@ def test_ranks_that_share_a_gpu_get_a_share_and_no_pdl(on_ranks: Run) -> None:
 def test_a_call_in_place_copies_nothing(on_ranks: Run, rows: int) -> None:
     case, expected = integers(rows)
 
-    def fn(rank: Rank) -> Any:
+    def fn(rank: LaneRank) -> Any:
         rank.check()
         asked = rank.lane._kernel.asked
         asked.clear()
         outs, addresses = [rank.run(case, rows)], set()
         for number in range(LANES):
-            lane = rank.tier.lane(plan_of(rows), number)
+            lane = rank.tier.lane(plan_for(rows), number)
             assert lane is not None
             assert lane.shape == (rows, LATENT + HIDDEN)
             assert (lane.dtype, lane.is_contiguous()) == (BF16, True)
@@ -585,10 +521,10 @@ def test_inputs_across_the_lane_are_copied_first(on_ranks: Run) -> None:
     """Parts that stand in the lane, at another place: rows shifted, columns exchanged, the other part's memory."""
     case, _ = integers(4, norm=False)
 
-    def fn(rank: Rank) -> Any:
+    def fn(rank: LaneRank) -> Any:
         rank.check()
         right = []
-        lane = rank.tier.lane(plan_of(ROWS))
+        lane = rank.tier.lane(plan_for(ROWS))
         assert lane is not None
         draw = torch.Generator().manual_seed(rank.number)
         for shape in range(3):
@@ -615,15 +551,15 @@ def test_inputs_across_the_lane_are_copied_first(on_ranks: Run) -> None:
 def test_where_the_lane_ends_the_library_begins(on_ranks: Run) -> None:
     case, expected = integers(ROWS + 1, 3)
 
-    def fn(rank: Rank) -> Any:
+    def fn(rank: LaneRank) -> Any:
         rank.check()
         launched, reduced = len(rank.lane._kernel.asked), rank.tier._collectives.reduced  # type: ignore[attr-defined]
         outs = [rank.run(case, rows) for rows in (ROWS + 1, ROWS)]
         right = all(torch.equal(out, expected[: out.shape[0]]) for out in outs)
         counts = (len(rank.lane._kernel.asked) - launched, rank.tier._collectives.reduced - reduced)  # type: ignore[attr-defined]
-        lanes = [rank.tier.lane(plan_of(rows)) is not None for rows in (0, 1, ROWS, ROWS + 1)]
+        lanes = [rank.tier.lane(plan_for(rows)) is not None for rows in (0, 1, ROWS, ROWS + 1)]
         with pytest.raises(InputError, match="lane: 2 given; accepted are 0 to 1"):
-            rank.tier.lane(plan_of(1), 2)
+            rank.tier.lane(plan_for(1), 2)
         return right, counts, lanes
 
     assert on_ranks(fn) == [(True, (1, 1), [False, True, True, False])] * WORLD
@@ -633,7 +569,7 @@ def test_where_the_lane_ends_the_library_begins(on_ranks: Run) -> None:
 def test_accuracy_is_no_worse_than_the_class_asks(on_ranks: Run) -> None:
     case = reference.random_case(WORLD, ROWS, HIDDEN, LATENT, dtype=BF16, seed=8)
 
-    def fn(rank: Rank) -> Any:
+    def fn(rank: LaneRank) -> Any:
         rank.check()
         return rank.run(case, ROWS)
 
@@ -648,9 +584,9 @@ def test_accuracy_is_no_worse_than_the_class_asks(on_ranks: Run) -> None:
 def test_where_one_rank_can_not_none_does(on_ranks: Run, capacities: Sequence[int]) -> None:
     case, expected = integers(2)
 
-    def fn(rank: Rank) -> Any:
+    def fn(rank: LaneRank) -> Any:
         word = rank.check()
-        return bool(word), rank.tier.lane(plan_of(1)), rank.tier.memory(), torch.equal(rank.run(case, 2), expected)
+        return bool(word), rank.tier.lane(plan_for(1)), rank.tier.memory(), torch.equal(rank.run(case, 2), expected)
 
     assert on_ranks(fn, capacities) == [(True, None, {}, True)] * WORLD
     assert Emulated.room.launched == 0
@@ -660,7 +596,7 @@ def test_where_one_rank_can_not_none_does(on_ranks: Run, capacities: Sequence[in
 def test_ranks_too_many_for_a_gpu_go_without(on_ranks: Run) -> None:
     """Fewer blocks than ranks on the device: not even one each."""
     assert (
-        on_ranks(lambda rank: (bool(rank.check()), rank.tier.lane(plan_of(1))), device_ranks=9)
+        on_ranks(lambda rank: (bool(rank.check()), rank.tier.lane(plan_for(1))), device_ranks=9)
         == [(True, None)] * WORLD
     )
 
@@ -671,7 +607,7 @@ def test_what_one_rank_finds_late_is_told_to_all(on_ranks: Run, where: str) -> N
     """A launch that can't be made on one rank, or sums that are wrong there."""
     case, expected = integers(2)
 
-    def fn(rank: Rank) -> Any:
+    def fn(rank: LaneRank) -> Any:
         kernel: Any = rank.lane._kernel
         if rank.number == 1 and where == "start":
             kernel.start = lambda blocks: 1 / 0
@@ -682,7 +618,7 @@ def test_what_one_rank_finds_late_is_told_to_all(on_ranks: Run, where: str) -> N
             again = rank.lane.reduced
             rank.lane.reduced = lambda call: (again(call), again(call))[0]  # type: ignore[method-assign]
         word = rank.check()
-        return bool(word), rank.tier.lane(plan_of(1)), torch.equal(rank.run(case, 2), expected)
+        return bool(word), rank.tier.lane(plan_for(1)), torch.equal(rank.run(case, 2), expected)
 
     assert on_ranks(fn) == [(True, None, True)] * WORLD
 
@@ -692,16 +628,16 @@ def test_waking_up(on_ranks: Run) -> None:
     """Counters and words start anew; a lane that was there and isn't any more fails the check."""
     case, expected = integers(3)
 
-    def fn(rank: Rank) -> Any:
+    def fn(rank: LaneRank) -> Any:
         rank.check()
-        first = rank.tier.lane(plan_of(3))
+        first = rank.tier.lane(plan_for(3))
         rank.run(case, 3)
         rank.lane._own.fill_(77)  # memory that was put aside
         rank.exchange.gather(b"")
         rank.tier.rearm()
         rank.exchange.gather(b"")
         word = rank.check()
-        again = rank.tier.lane(plan_of(3))
+        again = rank.tier.lane(plan_for(3))
         assert first is not None
         assert again is not None
         good = bool(word), first.data_ptr() == again.data_ptr(), torch.equal(rank.run(case, 3), expected)
@@ -710,7 +646,7 @@ def test_waking_up(on_ranks: Run) -> None:
             kernel.capacity = 0
         bad = bool(rank.check())
         rank.tier.close()
-        return good, bad, rank.tier.lane(plan_of(1)), rank.tier.memory()
+        return good, bad, rank.tier.lane(plan_for(1)), rank.tier.memory()
 
     assert on_ranks(fn) == [((True, True, True), False, None, {})] * WORLD
 
@@ -719,7 +655,7 @@ def test_waking_up(on_ranks: Run) -> None:
 def test_a_wait_that_expired_is_told_by_the_next_call(on_ranks: Run) -> None:
     case, _ = integers(1)
 
-    def fn(rank: Rank) -> Any:
+    def fn(rank: LaneRank) -> Any:
         rank.check()
         assert rank.tier.failure() is None
         words_of(rank.lane._kernel.record, 1, 1, 9 | 1 << LANE_SHIFT, 5, 0, 17, 3, 2, rank.number)
@@ -786,9 +722,9 @@ def test_a_residual_that_stands_in_the_lane(on_ranks: Run) -> None:
     """It is added as it was given: neither staged over nor summed."""
     case, expected = integers(4)
 
-    def fn(rank: Rank) -> bool:
+    def fn(rank: LaneRank) -> bool:
         rank.check()
-        lane = rank.tier.lane(plan_of(ROWS))
+        lane = rank.tier.lane(plan_for(ROWS))
         assert lane is not None
         residual = lane[:4, LATENT:]
         residual.copy_(case.residual[:4])

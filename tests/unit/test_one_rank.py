@@ -10,6 +10,7 @@ import k3comm
 from k3comm import Communicator, LatentMoESpec, MoETailOp, Settings, Tier, TopKPackOp
 from k3comm.kernels import reference
 from k3comm.negotiate.probe import detect_host, probe
+from k3comm.streams import SideStream, StreamOrder
 from k3comm.tiers import Agreement
 
 SPEC = LatentMoESpec(hidden_size=24, latent_size=8, top_k=2, dtype="bfloat16")
@@ -71,6 +72,29 @@ def test_the_end_of_the_device_is_told_by_what_ended_it(
     assert str(caught.value.__cause__) == "unspecified launch failure"
     with pytest.raises(k3comm.ClosedError, match=r"PeerTimeoutError: nothing from rank 1"):
         tail(*arguments)
+
+
+def test_streams_ask_where_the_session_asks(comm: Communicator, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So a device that has ended is told by its cause whoever asks first, an early sum or the order of streams."""
+
+    def ended() -> bool:
+        raise RuntimeError("unspecified launch failure")
+
+    expired = k3comm.PeerTimeoutError("nothing from rank 1", (1,))
+    monkeypatch.setattr(comm._tiers[Tier.SEPARATE_REDUCE], "failure", lambda: expired)
+    monkeypatch.setattr(comm, "device", torch.device("meta"))  # any but "cpu"
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", ended)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device, priority: None)
+    order = StreamOrder.of(torch.device("cuda", 0), comm._capturing)
+    side = SideStream.of(torch.device("cuda", 0), comm._capturing)
+    assert order is not None
+    assert side is not None
+    for ask in (order.check, side.capturing):
+        with pytest.raises(k3comm.PeerTimeoutError) as caught:
+            ask()
+        assert caught.value is expired
+    assert comm.broken == "PeerTimeoutError: nothing from rank 1"
 
 
 def test_one_rank_says_why_it_uses_one_tier(comm: Communicator) -> None:

@@ -6,11 +6,10 @@ Ranks are threads. Each launch waits for all of them, then the emulator runs the
 from __future__ import annotations
 
 import ctypes
-import shutil
-import threading
 import weakref
-from collections.abc import Callable, Sequence
-from functools import cache
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import cache, partial
 from typing import Any
 
 import attrs
@@ -18,11 +17,22 @@ import pytest
 import tail_emulator
 import torch
 from buffer_groups import in_threads
-from tail_emulator import Kernel, Recorded, Step
-from test_buffers_cuda import Machine
+from tail_emulator import Recorded, Step
+from tier_stand_ins import (
+    LANES,
+    NEEDS_GXX,
+    Machine,
+    Rank,
+    Room,
+    call_of,
+    context_of,
+    exact_case,
+    proposal_of,
+    weights_of,
+)
 from torch import Tensor
 
-from k3comm import Communicator, LatentMoESpec, ParallelLayout, PeerTimeoutError, Settings, Tier
+from k3comm import Communicator, LatentMoESpec, PeerTimeoutError, Tier
 from k3comm.buffers import cuda
 from k3comm.buffers.cuda import CudaMemory
 from k3comm.buffers.mailbox import EMPTY, MailboxLayout, mailbox_bytes
@@ -30,40 +40,28 @@ from k3comm.buffers.symmetric import Block, establish
 from k3comm.facts import Facts, Reason, Verdict
 from k3comm.kernels import reference
 from k3comm.kernels.compile import ARCHITECTURES
-from k3comm.kernels.expiry import LANE_SHIFT, RECORD_WORDS
+from k3comm.kernels.expiry import LANE_SHIFT, RECORD_WORDS, Watch
 from k3comm.kernels.finalize import Deferred, finalize
 from k3comm.kernels.tail_fusion import Arguments, Form, LaneAddresses
 from k3comm.kernels.tail_geometry import MAX_ROWS, Geometry
-from k3comm.operations import Proposal, TailArguments
+from k3comm.operations import TailArguments
 from k3comm.session import Session
 from k3comm.testing import ThreadExchange, machine_facts
 from k3comm.tiers import _tail_device, plugin
 from k3comm.tiers._tail_device import FORM, WEIGHT_DTYPES, DeviceTail, transport_of
-from k3comm.tiers.interface import Plan, TailCall, TailWeights, TierContext
+from k3comm.tiers.interface import TailCall, TierContext
 from k3comm.tiers.self_check import check_sums
 from k3comm.tiers.tail_fusion import CHECKED_ROWS, Plugin
 
 BF16 = torch.bfloat16
-HIDDEN, LATENT, WORLD, LANES = 96, 40, 3, 2
+HIDDEN, LATENT, WORLD = 96, 40, 3
 SPEC = LatentMoESpec(hidden_size=HIDDEN, latent_size=LATENT, top_k=3, rms_eps=1e-5)
 ROOM = ("sm_90a", 4)
 """The architecture, and the blocks that are resident at once."""
 GPU = machine_facts("h200x8")[0]
 OFFSET = 256
-NEEDS_GXX = pytest.mark.skipif(shutil.which("g++") is None, reason="the emulator is built by g++")
-
-
-def proposal(**changes: Any) -> Proposal:
-    world = changes.pop("world_size", WORLD)
-    settings = Settings(**changes.pop("settings", {}))
-    return Proposal(
-        spec=attrs.evolve(SPEC, **changes),
-        layout=ParallelLayout(tp=world),
-        settings=settings,
-        world_size=world,
-        lanes=LANES,
-        device="cuda",
-    )
+proposal = partial(proposal_of, SPEC, world_size=WORLD)
+integers = partial(exact_case, WORLD, HIDDEN, LATENT)
 
 
 # Before the vote
@@ -144,23 +142,10 @@ class Mapped(CudaMemory):
         self.multicast_ptr = multicast
 
 
-def context_of(memory: CudaMemory, facts: Facts | None = None, **changes: Any) -> TierContext:
-    asked = proposal(settings=changes.pop("settings", {}))
-    given: dict[str, Any] = {
-        "spec": SPEC,
-        "settings": asked.settings,
-        "group": None,
-        "rank": memory.rank,
-        "world_size": WORLD,
-        "device": torch.device("cpu"),
-        "dtype": BF16,
-        "lanes": LANES,
-        "memory": memory,
-        "offset": OFFSET,
-        "facts": GPU if facts is None else facts,
-        "proposal": asked,
-    }
-    return TierContext(**(given | changes))
+def on_gpu(memory: CudaMemory, facts: Facts = GPU, **changes: Any) -> TierContext:
+    """The context of a rank whose GPU is what `facts` say."""
+    asked = proposal(settings=changes.pop("settings", None))
+    return context_of(asked, memory, offset=OFFSET, facts=facts, **changes)
 
 
 def mapped(multicast: int = 0) -> Mapped:
@@ -170,7 +155,7 @@ def mapped(multicast: int = 0) -> Mapped:
 
 def prepared(memory: Mapped, **changes: Any) -> Plugin:
     tier = Plugin()
-    tier.prepare(context_of(memory, **changes))
+    tier.prepare(on_gpu(memory, **changes))
     return tier
 
 
@@ -244,7 +229,7 @@ def test_mailboxes_are_emptied_and_nothing_else(noted: type[Noted]) -> None:
 def test_which_transport(address: int, facts: dict[str, Any], asked: str, chosen: str | None) -> None:
     """Multicast where torch has the address and nothing speaks against it, also what was said to NCCL alone."""
     memory = mapped(address)
-    context = context_of(memory, attrs.evolve(GPU, **facts), settings={"transport": asked})
+    context = on_gpu(memory, attrs.evolve(GPU, **facts), settings={"transport": asked})
     if chosen is None:
         with pytest.raises(LookupError, match="torch gave the decode block no multicast address"):
             transport_of(context, memory)
@@ -266,32 +251,14 @@ def test_the_multicast_address_goes_to_the_kernels(noted: type[Noted]) -> None:
 # Calls, and their end
 
 
-def weights_of(case: reference.Case | None, rank: int = 0, **changes: Any) -> TailWeights:
-    given: dict[str, Any] = {
-        "norm_weight": None if case is None else case.norm_weight,
-        "up_weight": torch.zeros(HIDDEN, LATENT, dtype=BF16) if case is None else case.up_weight,
-        "up_bias": None if case is None else case.up_bias,
-        "routed_scale": 1.0 if case is None else case.routed_scale,
-        "project": None,
-        "precise": False,
-        "sharded": False,
-    }
-    return TailWeights(**(given | changes))
-
-
-def call_of(rows: int, weights: TailWeights, **changes: Any) -> TailCall:
-    plan = Plan(
-        num_tokens=rows, graph=False, decode=False, tier=Tier.TAIL_FUSION, forced=True, output="full", next_norm=False,
-        communicator=("test", 0),
-    )  # fmt: skip
+def zeros(rows: int, **changes: Any) -> TailCall:
+    """A call in which every number is zero."""
     given: dict[str, Any] = {
         "routed": torch.zeros(rows, LATENT, dtype=BF16),
         "shared": torch.zeros(rows, HIDDEN, dtype=BF16),
-        "residual": None,
-        "plan": plan,
-        "weights": weights,
+        "weights": weights_of(up_weight=torch.zeros(HIDDEN, LATENT, dtype=BF16)),
     }
-    return TailCall(**(given | changes))
+    return call_of(Tier.TAIL_FUSION, rows, **(given | changes))
 
 
 def expire(tier: Plugin, *, layer: int, lane: int, peer: int = 2) -> None:
@@ -308,7 +275,7 @@ def device_of(tier: Plugin) -> DeviceTail:
 def test_a_call_goes_to_the_kernels_as_it_is(noted: type[Noted]) -> None:
     tier = prepared(mapped())
     deferred = Deferred(torch.zeros(4, LATENT, dtype=BF16), torch.ones(6), torch.zeros(6, dtype=torch.int32), 2)
-    call = call_of(2, weights_of(None), lane=1, layer=(1 << LANE_SHIFT) + 9, deferred=deferred)
+    call = zeros(2, lane=1, layer=(1 << LANE_SHIFT) + 9, deferred=deferred)
     tier.run(call)
     (given,) = device_of(tier)._kernels.calls  # type: ignore[attr-defined]
     assert given["routed"].weights is deferred.weights
@@ -317,7 +284,7 @@ def test_a_call_goes_to_the_kernels_as_it_is(noted: type[Noted]) -> None:
     assert (given["form"], given["lane"], given["layer"]) == (FORM, 1, 9 | 1 << LANE_SHIFT)
     assert ctypes.c_int32(7 << LANE_SHIFT | (1 << LANE_SHIFT) - 1).value > 0  # as the kernels take it
     with pytest.raises(LookupError, match="without up_weight"):
-        tier.run(call_of(2, weights_of(None, up_weight=None)))
+        tier.run(zeros(2, weights=weights_of()))
 
 
 def test_a_wait_that_expired_is_told_by_the_next_call(noted: type[Noted]) -> None:
@@ -325,7 +292,7 @@ def test_a_wait_that_expired_is_told_by_the_next_call(noted: type[Noted]) -> Non
     assert tier.failure() is None
     expire(tier, layer=7, lane=1)
     with pytest.raises(PeerTimeoutError) as caught:
-        tier.run(call_of(1, weights_of(None)))
+        tier.run(zeros(1))
     assert caught.value.ranks == (2,)
     assert str(caught.value) == (
         "moe_tail on rank 1 of 3: layer 7, call 5 of lane 1, phase latent, token 3: nothing from rank 2 within 0.5 s "
@@ -334,7 +301,27 @@ def test_a_wait_that_expired_is_told_by_the_next_call(noted: type[Noted]) -> Non
     assert not device_of(tier)._kernels.calls  # type: ignore[attr-defined]
     tier.rearm()
     assert tier.failure() is None
-    tier.run(call_of(1, weights_of(None)))
+    tier.run(zeros(1))
+
+
+@pytest.mark.parametrize(
+    ("device", "entered"), [("cuda:1", ["cuda:1"]), ("cuda:0", []), ("cuda", []), ("cpu", [])], ids=str
+)
+def test_kernels_find_their_device_current(device: str, entered: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is made so only where it isn't: a call that changes it costs the host time."""
+    seen: list[str] = []
+
+    @contextmanager
+    def current(device: torch.device) -> Iterator[None]:
+        seen.append(str(device))
+        yield
+        seen.append("left")
+
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "device", current)
+    watch = Watch(torch.zeros(RECORD_WORDS, dtype=torch.int32), torch.device(device), WORLD, 1.0)
+    assert watch.launch(lambda call: (call, list(seen)), "call") == ("call", entered)
+    assert seen == [*entered, "left"][: 2 * len(entered)]
 
 
 def test_an_error_of_the_device_is_told_by_its_cause(noted: type[Noted]) -> None:
@@ -357,7 +344,7 @@ def test_an_error_of_the_device_is_told_by_its_cause(noted: type[Noted]) -> None
 
 def test_a_self_check_that_finds_nobody_names_the_rank(noted: type[Noted], monkeypatch: pytest.MonkeyPatch) -> None:
     tier = prepared(mapped())
-    context = context_of(mapped())
+    context = on_gpu(mapped())
 
     def fail(*args: object, **options: object) -> Verdict:
         raise RuntimeError("CUDA error: unspecified launch failure")
@@ -379,7 +366,7 @@ def test_a_self_check_goes_on_after_a_wrong_number(noted: type[Noted], monkeypat
         return Verdict.no(Reason.SELF_CHECK) if len(asked) == 2 else Verdict.yes()
 
     monkeypatch.setattr("k3comm.tiers.tail_fusion.check_sums", wrong)
-    assert tier.self_check(context_of(mapped())) == Verdict.no(Reason.SELF_CHECK)
+    assert tier.self_check(on_gpu(mapped())) == Verdict.no(Reason.SELF_CHECK)
     kinds = [(None, True), *((dtype, False) for dtype in WEIGHT_DTYPES)]
     assert asked == [(rows, *kind) for rows in CHECKED_ROWS for kind in kinds]
 
@@ -432,33 +419,6 @@ def test_memory_of_a_context_that_has_ended_is_kept(monkeypatch: pytest.MonkeyPa
 # On the emulator
 
 
-class Room:
-    """The kernels' own source, for W ranks that are threads: every launch is one of all ranks."""
-
-    def __init__(self, library: Callable[[torch.dtype | None], Any], world_size: int) -> None:
-        self._library = library
-        self._barrier = threading.Barrier(world_size, timeout=60)
-        self._steps: list[Step | None] = [None] * world_size
-        self._ended = 0
-        self.launched = 0
-
-    def launch(self, rank: int, step: Step, kind: torch.dtype | None) -> None:
-        self._steps[rank] = step
-        self._barrier.wait()
-        if rank == 0:
-            steps = [one for one in self._steps if one is not None]
-            kernel, packed = steps[0].kernel, b"".join(one.arguments for one in steps)
-            assert all(bytes(one.kernel) == bytes(kernel) for one in steps)
-            self.launched += 1
-            library = self._library(kind)
-            self._ended = library.emulate(
-                len(steps), 1, (Kernel * 1)(kernel), packed, ctypes.sizeof(Arguments), self.launched, 4, -1
-            )
-            library.land()  # the next kernel may be another library's, and memory may be gone by then
-        self._barrier.wait()
-        assert self._ended == 0, "a trap, or nobody got any further"
-
-
 class Emulated(Recorded):
     """TailKernels whose launches run at once, on the emulator."""
 
@@ -472,7 +432,7 @@ class Emulated(Recorded):
             for lane, workspace in zip(lanes, self._workspaces, strict=True)
         ]
         self._kind: torch.dtype | None = None
-        self.steps = _Now(lambda step: self.room.launch(rank, step, self._kind))
+        self.steps = _Now(lambda step: self.room.launch(rank, step.kernel, step.arguments, self._kind))
 
     def __call__(self, **given: Any) -> Tensor:
         routed = given["routed"]
@@ -504,30 +464,11 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Callable[[torch.dtype |
 
 @pytest.fixture
 def room(library: Callable[[torch.dtype | None], Any], monkeypatch: pytest.MonkeyPatch) -> Room:
-    made = Room(library, WORLD)
+    made = Room(library, WORLD, Arguments)
     monkeypatch.setattr(Emulated, "room", made, raising=False)
     monkeypatch.setattr(_tail_device, "TailKernels", Emulated)
     monkeypatch.setattr(_tail_device, "room_of", lambda device, ranks: ROOM)
     return made
-
-
-@attrs.frozen
-class Rank:
-    """A prepared tier in a thread."""
-
-    tier: Plugin
-    context: TierContext
-    exchange: ThreadExchange
-
-    def run(self, case: reference.Case, rows: int, **changes: Any) -> Tensor:
-        rank = self.exchange.rank
-        weights = changes.pop("weights", None) or weights_of(case)
-        given = {
-            "routed": case.routed[rank, :rows],
-            "shared": case.shared[rank, :rows],
-            "residual": None if case.residual is None else case.residual[:rows],
-        }
-        return self.tier.run(call_of(rows, weights, **(given | changes)))
 
 
 def on_ranks(fn: Callable[[Rank], Any]) -> list[Any]:
@@ -537,18 +478,13 @@ def on_ranks(fn: Callable[[Rank], Any]) -> list[Any]:
     def rank_of(exchange: ThreadExchange) -> Any:
         memory = machine.memory(exchange.rank)
         assert establish(memory, OFFSET + mailbox_bytes(SPEC, WORLD, MAX_ROWS, LANES), exchange) is None
-        context = context_of(memory)
+        context = on_gpu(memory)
         tier = Plugin()
         tier.prepare(context)
         exchange.gather(b"")  # the vote on prepare
         return fn(Rank(tier, context, exchange))
 
     return in_threads(WORLD, rank_of, deadline=100)
-
-
-def integers(rows: int, seed: int, **kind: Any) -> tuple[reference.Case, Tensor]:
-    case = reference.integer_case(WORLD, rows, HIDDEN, LATENT, dtype=BF16, seed=seed, **kind)
-    return case, reference.round_once(case.truth(), BF16)
 
 
 @NEEDS_GXX
