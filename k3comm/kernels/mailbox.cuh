@@ -17,7 +17,8 @@ struct Counters {
   u64 cells[MAX_CELLS];    // calls that each CTA has begun: its own cell, never one that all read
   u32 arrived[MAX_CELLS];  // CTAs of a row group whose partial products of this call are there (one-kernel form)
   u64 completed;           // COMPLETIONS for each call that is done whole: all clears and re-arms of all CTAs
-  u32 rows[2];             // rows of the last two calls, by parity of the call number: what the next call clears
+  u32 rows[2];             // of the last two calls, by parity of the call number, what the next call clears: rows, times
+                           // 2, and 1 more if this rank's own latent was among them
   u32 finished;            // CTAs that are done with this call (one-kernel form)
   u32 claimed;             // a thread writes the record
   u32 spare[26];
@@ -90,32 +91,53 @@ struct Patience {
   }
 };
 
-// Fetches COUNT fragments, `stride` bytes apart, from this rank's mailbox; returns when no word of any is empty.
-// T: uint4 or uint2. Fragment i comes from rank `first + i`. `ask` looks once, `receive` again where a word was empty.
-template <typename T, int COUNT>
-DEVICE void ask(T (&v)[COUNT], const char* p, i64 stride) {
+// Where the fragments of one place are, one a rank: in this rank's mailbox `stride` bytes apart, but its own, which is
+// read where it is and never waited for. `rank` is one that does not exist where that goes through the mailbox too.
+struct Slots {
+  const char* mailbox;
+  i64 stride;
+  const char* own;
+  int rank;
+  DEVICE int rank_of(int i) const { return i; }
+  DEVICE const char* of(int i) const { return i == rank ? own : mailbox + i * stride; }
+  template <typename T> DEVICE bool missing(int i, T v) const { return i != rank && any_empty(v); }
+};
+// The same without this rank's own.
+struct Peers {
+  char* mailbox;
+  i64 stride;
+  int rank;
+  DEVICE int rank_of(int i) const { return i < rank ? i : i + 1; }
+  DEVICE char* of(int i) const { return mailbox + rank_of(i) * stride; }
+  template <typename T> DEVICE bool missing(int, T v) const { return any_empty(v); }
+};
+
+// Fetches the fragments FIRST .. FIRST + COUNT - 1 of Slots or Peers; returns when no word of any is empty. T: uint4 or
+// uint2. `ask` looks once, `receive` again where a word was empty.
+template <int FIRST, typename T, int COUNT, typename From>
+DEVICE void ask(T (&v)[COUNT], const From& from) {
 #pragma unroll
-  for (int i = 0; i < COUNT; i++) v[i] = load_sys(p + i * stride, T());
+  for (int i = 0; i < COUNT; i++) v[i] = load_sys(from.of(FIRST + i), T());
 }
-template <typename T, int COUNT>
-DEVICE void receive(T (&v)[COUNT], const char* p, i64 stride, const Waiting& w, u32 phase, u32 token, int first) {
+template <int FIRST, typename T, int COUNT, typename From>
+DEVICE void receive(T (&v)[COUNT], const From& from, const Waiting& w, u32 phase, u32 token) {
   Patience patience;
   while (true) {
     int missing = -1;
 #pragma unroll
     for (int i = COUNT - 1; i >= 0; i--)
-      if (any_empty(v[i])) missing = i;
+      if (from.missing(FIRST + i, v[i])) missing = FIRST + i;
     if (missing < 0) return;
 #pragma unroll
     for (int i = 0; i < COUNT; i++)
-      if (any_empty(v[i])) v[i] = load_sys(p + i * stride, T());
-    patience.lose(w, phase, token, first + missing);
+      if (from.missing(FIRST + i, v[i])) v[i] = load_sys(from.of(FIRST + i), T());
+    patience.lose(w, phase, token, from.rank_of(missing));
   }
 }
-template <typename T, int COUNT>
-DEVICE void fetch(T (&v)[COUNT], const char* p, i64 stride, const Waiting& w, u32 phase, u32 token, int first) {
-  ask(v, p, stride);
-  receive(v, p, stride, w, phase, token, first);
+template <int FIRST, typename T, int COUNT, typename From>
+DEVICE void fetch(T (&v)[COUNT], const From& from, const Waiting& w, u32 phase, u32 token) {
+  ask<FIRST>(v, from);
+  receive<FIRST>(v, from, w, phase, token);
 }
 
 // Waits until every call before `w.call` is done whole on this rank, so that nothing here depends on what kernels the

@@ -38,6 +38,11 @@ static_assert(SLICE % 32 == 0 && SLICES * SLICE >= L && (SLICES - 1) * SLICE < L
 static_assert(GROUPS * GROUP_TILES >= TILES && (GROUPS - 1) * GROUP_TILES < TILES && GROUPS * SLICES <= MAX_CELLS);
 static_assert(TOKENS <= MAX_ROWS && MAX_ROWS <= 64 && sizeof(Counters) == K3_COUNTER_BYTES);
 
+// What a rank has itself it does not send to itself, but for what each CTA would have to make anew (the deferred
+// finalize) and what a multicast store brings here in any case.
+constexpr bool MAIL_OWN_LATENT = K3_DEFERRED || K3_MULTICAST, MAIL_OWN_OUT = K3_MULTICAST;
+constexpr int GATHERED = MAIL_OWN_OUT ? W : W - 1;                  // ranks whose columns come through the mailbox
+
 // Where threads meet: in a block with a loading warp only the others do, the first THREADS.
 #if K3_BOX_ROWS && (K3_ENTRY == 1 || K3_ENTRY == 3)
 constexpr int BLOCK = THREADS + 32;
@@ -110,15 +115,15 @@ DEVICE void link(const Arguments& a) {
 #endif
 }
 
-// To rank (rank + i) % W, i = 1 .. W: not all ranks write to the same one at once. Own memory comes last.
-template <typename T>
+// To rank (rank + i) % W, i = 1 .. W: not all ranks write to the same one at once. Own memory comes last, if at all.
+template <bool OWN, typename T>
 DEVICE void put_to_all(const Arguments& a, char* const (&to)[16], char* to_all, u64 offset, T v) {
   link(a);
 #if K3_MULTICAST
   store_all(to_all + offset, v);
 #else
 #pragma unroll
-  for (int i = 1; i <= W; i++) {
+  for (int i = 1; i < W + OWN; i++) {
     const int peer = a.rank + i < W ? a.rank + i : a.rank + i - W;
     store_sys(to[peer] + offset, v);
   }
@@ -190,7 +195,7 @@ DEVICE void enter(const Arguments& a, u64 call) {
 // neighbouring chunks go to different CTAs, so that few rows use many SMs. The payload of the first chunk is asked for
 // before the entry, which hides one of the two.
 DEVICE void publish(const Arguments& a, u64 call, int region) {
-  constexpr int LATENT_CHUNKS = (L / 8 + 31) / 32, SHARED_CHUNKS = (H / 8 + 31) / 32;
+  constexpr int LATENT_CHUNKS = (L / 8 + 31) / 32, SHARED_CHUNKS = ((H - C) / 8 + 31) / 32;
   const int lane = threadIdx.x & 31, first = (threadIdx.x >> 5) * gridDim.x + blockIdx.x;
   const int latent = a.rows * LATENT_CHUNKS, all = latent + a.rows * SHARED_CHUNKS;
   const u64 start = region * a.region_bytes;
@@ -198,8 +203,9 @@ DEVICE void publish(const Arguments& a, u64 call, int region) {
     const bool is_latent = chunk < latent;
     const int number = is_latent ? chunk : chunk - latent;
     const int token = number / (is_latent ? LATENT_CHUNKS : SHARED_CHUNKS);
-    const int column = 8 * (number % (is_latent ? LATENT_CHUNKS : SHARED_CHUNKS) * 32 + lane);
-    const bool some = chunk < all && column < (is_latent ? L : H);
+    int column = 8 * (number % (is_latent ? LATENT_CHUNKS : SHARED_CHUNKS) * 32 + lane);
+    const bool some = chunk < all && column < (is_latent ? L : H - C);
+    if (!is_latent && column >= a.rank * C) column += C;
     uint4 v = make_uint4(0, 0, 0, 0);
     if (chunk < all) {
       if (is_latent) {
@@ -217,7 +223,7 @@ DEVICE void publish(const Arguments& a, u64 call, int region) {
     if (!some) continue;
     v = publishable(v);
     if (is_latent) {
-      put_to_all(a, a.latent, a.latent_all, start + 2 * ((u64)token * W * L + column), v);
+      put_to_all<MAIL_OWN_LATENT>(a, a.latent, a.latent_all, start + 2 * ((u64)token * W * L + column), v);
     } else {
       link(a);
       store_sys(a.shared[column / C] + start + 2 * ((u64)token * W * C + column % C), v);
@@ -225,15 +231,19 @@ DEVICE void publish(const Arguments& a, u64 call, int region) {
   }
 }
 
-// Empties what the call before used, and no more: rows come first in a mailbox, so it is one prefix of each part.
-DEVICE void clear(const Arguments& a, int rows, int region) {
+// Empties what the call before used, and no more: rows come first in a mailbox, so it is one prefix of each part. `used`
+// is that call's word of Counters::rows.
+DEVICE void clear(const Arguments& a, u32 used, int region) {
   const u64 start = (region == 0 ? 2 : region - 1) * a.region_bytes;
-  const u64 latent = (u64)rows * W * (L / 8), all = latent + (u64)rows * (H / 8);
-  for (u64 i = (u64)blockIdx.x * THREADS + threadIdx.x; i < all; i += (u64)gridDim.x * THREADS) {
-    const char* part = i < latent ? a.own_latent + start + 16 * i : a.own_shared + start + 16 * (i - latent);
-    store_own(const_cast<char*>(part), empty(uint4()));
+  const u32 rows = used >> 1, latent = rows * W * (L / 8), all = latent + rows * (H / 8);
+  for (u32 i = blockIdx.x * THREADS + threadIdx.x; i < all; i += gridDim.x * THREADS) {
+    const bool is_latent = i < latent;
+    const u32 at = is_latent ? i : i - latent, from = at / (is_latent ? L / 8 : C / 8) % W;
+    if (from == a.rank && !(is_latent && used & 1)) continue;
+    store_own(const_cast<char*>(is_latent ? a.own_latent : a.own_shared) + start + 16 * (u64)at, empty(uint4()));
   }
 }
+DEVICE u32 using_rows(const Arguments& a) { return (u32)a.rows << 1 | MAIL_OWN_LATENT; }
 
 // ---- the latent sums -----------------------------------------------------------------------------------------------
 
@@ -252,14 +262,20 @@ DEVICE void add(float (&sum)[N], const T (&v)[COUNT]) {
 
 // The fragments of ranks FIRST .. W - 1. T: uint4 with the eight columns of the latent sums, uint2 with four others.
 template <int FIRST, typename T, int N>
-DEVICE void add_ranks(float (&sum)[N], const char* p, i64 stride, const Waiting& w, u32 phase, u32 token) {
+DEVICE void add_ranks(float (&sum)[N], const Slots& from, const Waiting& w, u32 phase, u32 token) {
   if constexpr (FIRST < W) {
     constexpr int COUNT = W - FIRST < AT_ONCE ? W - FIRST : AT_ONCE;
     T v[COUNT];
-    fetch(v, p + FIRST * stride, stride, w, phase, token, FIRST);
+    fetch<FIRST>(v, from, w, phase, token);
     add<FIRST>(sum, v);
-    add_ranks<FIRST + COUNT, T>(sum, p, stride, w, phase, token);
+    add_ranks<FIRST + COUNT, T>(sum, from, w, phase, token);
   }
+}
+
+// Every rank's eight columns of the latent from `column` on.
+DEVICE Slots latent_slots(const Arguments& a, int region, int token, int column) {
+  return {a.own_latent + region * a.region_bytes + 2 * ((u64)token * W * L + column), 2 * L,
+          a.routed + 2 * (token * a.routed_stride + column), MAIL_OWN_LATENT ? W : a.rank};
 }
 
 // Eight elements of a vector that is BF16 or fp32.
@@ -303,8 +319,7 @@ DEVICE void reduce_latent(const Arguments& a, u64 call, int region, int slice, c
     if (column < L) {
       float gain[8], s[8];
       if (a.norm) load_vector(gain, a.norm, column, a.flags & NORM_FP32);
-      const char* p = a.own_latent + region * a.region_bytes + 2 * ((u64)token * W * L + column);
-      add_ranks<0, uint4>(s, p, 2 * L, w, PHASE_LATENT, token);
+      add_ranks<0, uint4>(s, latent_slots(a, region, token, column), w, PHASE_LATENT, token);
 #pragma unroll
       for (int k = 0; k < 8; k++) square = __fmaf_rn(s[k], s[k], square);
       if (a.norm) {
@@ -416,8 +431,8 @@ DEVICE u64 exchange(const Arguments& a) {
   launch_dependents();
   wait_for_predecessor();
   publish(a, call, region);
-  if (blockIdx.x == 0 && threadIdx.x == 0) store_gpu(&a.counters->rows[call & 1], (u32)a.rows);
-  clear(a, (int)load_gpu(&a.counters->rows[(call + 1) & 1]), region);
+  if (blockIdx.x == 0 && threadIdx.x == 0) store_gpu(&a.counters->rows[call & 1], using_rows(a));
+  clear(a, load_gpu(&a.counters->rows[(call + 1) & 1]), region);
   reduce_latent(a, call, region, slice, z, squares);
   __syncthreads();
   sum_squares(a, group, slice, squares);
@@ -483,32 +498,37 @@ DEVICE void load_weights(const Arguments& a) {
 #endif
 }
 
-// Fragments of every rank for some rows of this thread's columns: `tile` is where they are in row 0, `at` the first row.
+// Fragments of every rank for some rows of the same columns, every AT_A_TIME-th from `at` on as far as there are any.
 struct Mail { uint4 v[BATCH][W]; };
-DEVICE void ask_mail(Mail& mail, const char* tile, int tokens, int at) {
+DEVICE void fetch_mail(Mail& mail, const Arguments& a, int region, int column, int tokens, int at, const Waiting& w) {
 #pragma unroll
-  for (int b = 0; b < BATCH; b++)
+  for (int b = 0; b < BATCH; b++) {
+    const int token = at + b * AT_A_TIME;
+    const Slots from = latent_slots(a, region, token, column);
 #pragma unroll
     for (int r = 0; r < W; r++) {
       mail.v[b][r] = make_uint4(0, 0, 0, 0);
-      if (at + b * AT_A_TIME < tokens) mail.v[b][r] = load_sys(tile + 2 * ((at + b * AT_A_TIME) * W + r) * L, uint4());
+      if (token < tokens) mail.v[b][r] = load_sys(from.of(r), uint4());
     }
-}
-DEVICE void receive_mail(Mail& mail, const char* tile, int at, const Waiting& w) {
+  }
   Patience patience;
   while (true) {
     int missing = -1;
 #pragma unroll
-    for (int b = BATCH - 1; b >= 0; b--)
+    for (int b = BATCH - 1; b >= 0; b--) {
+      const Slots from = latent_slots(a, region, at + b * AT_A_TIME, column);
 #pragma unroll
       for (int r = W - 1; r >= 0; r--)
-        if (any_empty(mail.v[b][r])) missing = b * W + r;
+        if (from.missing(r, mail.v[b][r])) missing = b * W + r;
+    }
     if (missing < 0) return;
 #pragma unroll
-    for (int b = 0; b < BATCH; b++)
+    for (int b = 0; b < BATCH; b++) {
+      const Slots from = latent_slots(a, region, at + b * AT_A_TIME, column);
 #pragma unroll
       for (int r = 0; r < W; r++)
-        if (any_empty(mail.v[b][r])) mail.v[b][r] = load_sys(tile + 2 * ((at + b * AT_A_TIME) * W + r) * L, uint4());
+        if (from.missing(r, mail.v[b][r])) mail.v[b][r] = load_sys(from.of(r), uint4());
+    }
     patience.lose(w, PHASE_LATENT, at + missing / W * AT_A_TIME, missing % W);
   }
 }
@@ -519,7 +539,7 @@ DEVICE void reduce_latent(const Arguments& a, u64 call, int region, int slice, c
   const Waiting w = waiting(a, call);
   const int fragment = threadIdx.x % FRAGMENTS, mine = threadIdx.x / FRAGMENTS;
   const int tokens = mine < AT_A_TIME ? a.rows : 0;
-  const char* tile = a.own_latent + region * a.region_bytes + 2 * (slice * SLICE + 8 * fragment);
+  const int column = slice * SLICE + 8 * fragment;
   char* z = memory + Z + (fragment >> 3) * (N * 128);
   float* squares = (float*)(memory + SQUARES);
   // Whole warps go through it, since they meet below.
@@ -527,12 +547,11 @@ DEVICE void reduce_latent(const Arguments& a, u64 call, int region, int slice, c
     float s[BATCH][8] = {};
     if constexpr (BATCH > 1) {
       Mail mail;
-      ask_mail(mail, tile, tokens, at);
-      receive_mail(mail, tile, at, w);
+      fetch_mail(mail, a, region, column, tokens, at, w);
 #pragma unroll
       for (int b = 0; b < BATCH; b++) add<0>(s[b], mail.v[b]);
     } else if (at < tokens) {
-      add_ranks<0, uint4>(s[0], tile + 2 * (u64)at * W * L, 2 * L, w, PHASE_LATENT, at);
+      add_ranks<0, uint4>(s[0], latent_slots(a, region, at, column), w, PHASE_LATENT, at);
     }
     if (threadIdx.x == 0) set_shared((u32*)(memory + OPEN), 1);
 #pragma unroll
@@ -628,8 +647,8 @@ DEVICE u64 exchange(const Arguments& a) {
   launch_dependents();
   wait_for_predecessor();
   publish(a, call, region);
-  if (blockIdx.x == 0 && threadIdx.x == 0) store_gpu(&a.counters->rows[call & 1], (u32)a.rows);
-  const int before = (int)load_gpu(&a.counters->rows[(call + 1) & 1]);
+  if (blockIdx.x == 0 && threadIdx.x == 0) store_gpu(&a.counters->rows[call & 1], using_rows(a));
+  const u32 before = load_gpu(&a.counters->rows[(call + 1) & 1]);
   float gain[8] = {};
   if (a.norm) load_vector(gain, a.norm, column, a.flags & NORM_FP32);
   reduce_latent(a, call, region, slice, gain, memory);
@@ -659,7 +678,8 @@ DEVICE void finish_unit(const Arguments& a, u64 call, int region, int token, int
   constexpr int EARLY = SLICES < 8 ? SLICES : 8, COUNT = W < AT_ONCE ? W : AT_ONCE;
   const float* partials = a.partials + (u64)token * SLICES * C + column;
   const float* squares = a.squares + (column / (16 * GROUP_TILES) * MAX_ROWS + token) * SLICES;
-  const char* mailbox = a.own_shared + region * a.region_bytes + 2 * ((u64)token * W * C + column);
+  const Slots from{a.own_shared + region * a.region_bytes + 2 * ((u64)token * W * C + column), 2 * C,
+                   a.shared_rows + 2 * (token * a.shared_stride + a.rank * C + column), a.rank};
   const Waiting w = waiting(a, call);
   float4 v[EARLY];
   u32 square[EARLY];
@@ -669,7 +689,7 @@ DEVICE void finish_unit(const Arguments& a, u64 call, int region, int token, int
     v[s] = load_partial(partials + (u64)s * C);
     square[s] = load_l2(squares + s, u32());
   }
-  ask(shared, mailbox, 2 * C);
+  ask<0>(shared, from);
   float residual[4] = {}, bias[4] = {}, total[4];
   if (a.residual)
     unpack(residual, load_l2(a.residual + 2 * (token * a.residual_stride + a.rank * C + column), uint2()));
@@ -694,9 +714,9 @@ DEVICE void finish_unit(const Arguments& a, u64 call, int region, int token, int
     sum += __uint_as_float(load_l2(squares + s, u32()));
     y[0] += more.x; y[1] += more.y; y[2] += more.z; y[3] += more.w;
   }
-  receive(shared, mailbox, 2 * C, w, PHASE_SHARED, token, 0);
+  receive<0>(shared, from, w, PHASE_SHARED, token);
   add<0>(total, shared);
-  add_ranks<COUNT, uint2>(total, mailbox, 2 * C, w, PHASE_SHARED, token);
+  add_ranks<COUNT, uint2>(total, from, w, PHASE_SHARED, token);
   const float r = a.norm ? __frsqrt_rn(sum / (float)L + a.eps) : 1.0f;
 #pragma unroll
   for (int k = 0; k < 4; k++) {
@@ -710,23 +730,26 @@ DEVICE void finish_unit(const Arguments& a, u64 call, int region, int token, int
     y[k] = x;
   }
   const uint2 out = publishable(make_uint2(pack(y[0], y[1]), pack(y[2], y[3])));
-  put_to_all(a, a.gather, a.gather_all, (call & 1) * a.gather_bytes + 2 * ((u64)token * H + column), out);
+  const u64 place = 2 * ((u64)token * H + column);
+  put_to_all<MAIL_OWN_OUT>(a, a.gather, a.gather_all, (call & 1) * a.gather_bytes + place, out);
+  if (!MAIL_OWN_OUT) *(uint2*)(a.out + place + 2 * a.rank * C) = out;
 }
 
-// The same four columns of the ranks FIRST .. W - 1: poll, copy out, empty. The one reader empties what it has read.
+// The same four columns of the other ranks, from the one numbered FIRST on: poll, copy out, empty. The one reader empties
+// what it has read.
 template <int FIRST>
 DEVICE void gather_ranks(const Arguments& a, const Waiting& w, int token, int column) {
-  constexpr int COUNT = W - FIRST < AT_ONCE ? W - FIRST : AT_ONCE;
-  const u64 start = 2 * ((u64)token * H + FIRST * C + column);
-  char* mailbox = a.own_gather + (w.call & 1) * a.gather_bytes + start;
+  constexpr int COUNT = GATHERED - FIRST < AT_ONCE ? GATHERED - FIRST : AT_ONCE;
+  const u64 start = 2 * ((u64)token * H + column);
+  const Peers from{a.own_gather + (w.call & 1) * a.gather_bytes + start, 2 * C, MAIL_OWN_OUT ? W : a.rank};
   uint2 v[COUNT];
-  fetch(v, mailbox, 2 * C, w, PHASE_GATHER, token, FIRST);
+  fetch<FIRST>(v, from, w, PHASE_GATHER, token);
 #pragma unroll
-  for (int i = 0; i < COUNT; i++) {
-    *(uint2*)(a.out + start + 2 * i * C) = v[i];
-    store_own(mailbox + 2 * i * C, empty(uint2()));
+  for (int i = FIRST; i < FIRST + COUNT; i++) {
+    *(uint2*)(a.out + start + 2 * from.rank_of(i) * C) = v[i - FIRST];
+    store_own(from.of(i), empty(uint2()));
   }
-  if constexpr (FIRST + COUNT < W) gather_ranks<FIRST + COUNT>(a, w, token, column);
+  if constexpr (FIRST + COUNT < GATHERED) gather_ranks<FIRST + COUNT>(a, w, token, column);
 }
 
 // Everything is published before anything is gathered.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -488,6 +488,51 @@ def test_deferred_finalize_gives_the_bits_of_a_ready_sum(
             assert all(torch.equal(out, expected[0]) for out in outs)
 
 
+def turns(group: Ranks, libraries: Sequence[Any]) -> bool:
+    """Whether calls with and without a finalize to make are right when they follow each other in the same mailboxes: a
+    rank's own latent goes through its mailbox in the former only."""
+    for number, kind in enumerate((1, 0, 0, 1, 1, 0, 1, 0, 0, 0, 1)):
+        m = (5, 3, 4, 5, 2)[number % 5]
+        case, expected = exact(group, m, number)
+        group.library = libraries[kind]
+        outs = outputs(group.geometry, m)
+        for rank, tail in enumerate(group.tails):
+            rows = case.routed[rank]
+            routed = Deferred(rows, torch.ones(m), torch.arange(m, dtype=torch.int32), m) if kind else rows
+            tail(
+                routed=routed,
+                shared=case.shared[rank],
+                residual=case.residual,
+                up_weight=case.up_weight,
+                sharded=False,
+                norm_weight=case.norm_weight,
+                out=outs[rank],
+                form=list(Form)[number % 2],
+            )
+        if group.run(seed=number, skew=3) != 0 or not all(torch.equal(out, expected) for out in outs):
+            return False
+        group.library.land()
+    return True
+
+
+@NEEDS_GXX
+@pytest.mark.parametrize("cut", ["three", "boxes"])
+def test_calls_with_and_without_a_finalize_in_turn(ranks: Callable[..., Ranks], cut: str) -> None:
+    ready, later = ranks(cut), ranks(cut, 16, torch.float32)
+    assert turns(ready, [ready.library, later.library])
+
+
+@NEEDS_GXX
+def test_what_a_finalize_leaves_in_its_own_mailbox_is_seen(
+    ranks: Callable[..., Ranks], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ready, later = ranks("boxes"), ranks("boxes", 16, torch.float32)
+    mutate(("!(is_latent && used & 1)", "true"), tmp_path)
+    monkeypatch.setattr(tail_emulator, "FOLDER", tmp_path)
+    wrong = tail_emulator.build(tmp_path / "built", ready.geometry, 16)
+    assert not turns(ready, [wrong, later.library])
+
+
 @NEEDS_GXX
 @pytest.mark.parametrize("cut", ["three", "boxes of six"])
 def test_layouts_and_the_next_norm(ranks: Callable[..., Ranks], cut: str) -> None:
@@ -548,10 +593,10 @@ def test_a_rank_that_stops_is_named(ranks: Callable[..., Ranks], cut: str, form:
 
 WRONG = {
     "the region that comes next is cleared": ("(region == 0 ? 2 : region - 1)", "(region == 2 ? 0 : region + 1)"),
-    "this call's rows are cleared": ("load_gpu(&a.counters->rows[(call + 1) & 1])", "a.rows"),
-    "nothing is cleared": ("i < all; i += (u64)gridDim.x * THREADS)", "i < 0; i += (u64)gridDim.x * THREADS)"),
+    "this call's rows are cleared": ("load_gpu(&a.counters->rows[(call + 1) & 1])", "using_rows(a)"),
+    "nothing is cleared": ("i < all; i += gridDim.x * THREADS)", "i < 0; i += gridDim.x * THREADS)"),
     "two regions": ("const int region = (int)(call % 3);", "const int region = (int)(call % 2);"),
-    "the gather is not emptied": ("store_own(mailbox + 2 * i * C, empty(uint2()));", ""),
+    "the gather is not emptied": ("store_own(from.of(i), empty(uint2()));", ""),
     "one gather mailbox": ("& 1) * a.gather_bytes", "& 0) * a.gather_bytes"),
     "nobody waits for credits": ("while (acquire_sys(&w.counters->credits[peer]) < w.call) patience", "patience"),
     "credits of the call before": ("credits[peer]) < w.call)", "credits[peer]) + 1 < w.call)"),
@@ -587,8 +632,8 @@ def test_a_wrong_kernel_for_boxes_is_seen(wrong: str, tmp_path: Path, monkeypatc
     assert is_seen("ring of boxes", WRONG_BOXES[wrong], tmp_path, monkeypatch)
 
 
-def is_seen(cut: str, change: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> bool:
-    """Whether a chain of calls shows that the source was changed."""
+def mutate(change: tuple[str, str], folder: Path) -> None:
+    """The kernels' source with a change, in another folder."""
     old, new = change
     found = False
     for path in FOLDER.glob("*.cu*"):
@@ -596,8 +641,13 @@ def is_seen(cut: str, change: tuple[str, str], tmp_path: Path, monkeypatch: pyte
         if path.name in ("tail_fusion.cu", "mailbox.cuh"):
             found |= old in text
             text = text.replace(old, new)
-        (tmp_path / path.name).write_text(text, encoding="utf-8")
+        (folder / path.name).write_text(text, encoding="utf-8")
     assert found
+
+
+def is_seen(cut: str, change: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Whether a chain of calls shows that the source was changed."""
+    mutate(change, tmp_path)
     monkeypatch.setattr(tail_emulator, "FOLDER", tmp_path)
     hidden, latent, world, capacity = CUTS[cut]
     g = Geometry.choose(hidden, latent, world, arch="sm_90a", capacity=capacity)
