@@ -43,7 +43,16 @@ from k3comm.kernels import reference
 from k3comm.kernels.compile import KernelVariant, arch_of, compile_kernel
 from k3comm.kernels.expiry import Expired
 from k3comm.kernels.finalize import Deferred, finalize
-from k3comm.kernels.tail_fusion import COMPLETIONS, Entry, Form, LaneAddresses, TailKernels, kernel_variant
+from k3comm.kernels.tail_fusion import (
+    COMPLETED,
+    COMPLETIONS,
+    CREDITED,
+    Entry,
+    Form,
+    LaneAddresses,
+    TailKernels,
+    kernel_variant,
+)
 from k3comm.kernels.tail_geometry import MAX_CELLS, MAX_ROWS, TILE, Geometry
 from k3comm.settings import Settings
 from k3comm.tiers.tier import Numerics
@@ -106,8 +115,7 @@ class Rank:
             self.block[start : start + COUNTER_BYTES].zero_()
             words = self.block[start : start + COUNTER_BYTES].view(torch.int64)
             words[:MAX_CELLS] = calls
-            # The completion word stands behind the cells and the arrivals.
-            words[MAX_CELLS + MAX_CELLS // 2] = calls * COMPLETIONS
+            words[COMPLETED], words[CREDITED] = calls * COMPLETIONS, calls
 
     def connect(
         self, geometry: Geometry, blocks: Sequence[int], capacity: int, *, loopback: bool = False, **options: Any

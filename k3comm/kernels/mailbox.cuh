@@ -21,7 +21,8 @@ struct Counters {
                            // 2, and 1 more if this rank's own latent was among them
   u32 finished;            // CTAs that are done with this call (one-kernel form)
   u32 claimed;             // a thread writes the record
-  u32 spare[26];
+  u64 credited;            // calls whose credits are in (below): one more than the number of the last one
+  u32 spare[24];
   u64 credits[16];         // written by the peers, on lines of their own: calls that each of them is done with
 };
 
@@ -112,8 +113,8 @@ struct Peers {
   template <typename T> DEVICE bool missing(int, T v) const { return any_empty(v); }
 };
 
-// Fetches the fragments FIRST .. FIRST + COUNT - 1 of Slots or Peers; returns when no word of any is empty. T: uint4 or
-// uint2. `ask` looks once, `receive` again where a word was empty.
+// The fragments FIRST .. FIRST + COUNT - 1 of Slots or Peers, as uint4 or uint2: `ask` looks once, `receive` again where a
+// word was empty.
 template <int FIRST, typename T, int COUNT, typename From>
 DEVICE void ask(T (&v)[COUNT], const From& from) {
 #pragma unroll
@@ -134,14 +135,22 @@ DEVICE void receive(T (&v)[COUNT], const From& from, const Waiting& w, u32 phase
     patience.lose(w, phase, token, from.rank_of(missing));
   }
 }
-template <int FIRST, typename T, int COUNT, typename From>
-DEVICE void fetch(T (&v)[COUNT], const From& from, const Waiting& w, u32 phase, u32 token) {
-  ask<FIRST>(v, from);
-  receive<FIRST>(v, from, w, phase, token);
-}
 
-// Waits until every call before `w.call` is done whole on this rank, so that nothing here depends on what kernels the
-// caller puts between ours (one that triggers early and never waits breaks "completion of the previous kernel").
+// Two waits for calls of this rank, so that nothing here depends on what kernels the caller puts between ours (one that
+// triggers early and never waits breaks "completion of the previous kernel"). By one thread; a barrier passes it on.
+//
+// Before anything of ours is published or polled: the credits of the call before are in. They come while that call is
+// under way, so this is asked before the wait for the predecessor, and costs nothing. Thrice the deadline: it begins
+// early, and whoever waits for data says better what is missing. `seen` is what an acquiring look has found.
+DEVICE void wait_credited(Waiting w, u64 seen) {
+  w.deadline_ns *= 3;
+  Patience patience;
+  while (seen < w.call) {
+    patience.lose(w, PHASE_COMPLETION, 0, w.rank);
+    seen = acquire(&w.counters->credited);
+  }
+}
+// Before anything is emptied, or written where the call before reads: every call before `w.call` is done whole.
 DEVICE void wait_completed(const Waiting& w) {
   Patience patience;
   // Not "equal": a CTA of this call that waits for nothing may have added its share by now.
@@ -152,9 +161,10 @@ DEVICE void wait_completed(const Waiting& w) {
 //
 // A word that is emptied in call n - 1 or before is written by a peer in call n + 1 at the earliest (three regions, two
 // for the gather). Here, in call n, one CTA a rank waits until all earlier calls are done whole, says so to every peer
-// with release, and waits, with acquire, until every peer has said so; and call n is done whole only after that. So in
-// PTX's terms every emptying happens before the peer's next write, and no fence stands before a publication: this runs
-// beside the exchange, where nobody waits for it. By the first 16 threads at least of a CTA, after `meet`.
+// with release, and waits, with acquire, until every peer has said so; then it says so to call n + 1 of its own rank,
+// which publishes after that. So in PTX's terms every emptying happens before the peer's next write, and no fence stands
+// before a publication: this runs beside the exchange, where nobody waits for it. What a rank empties itself happens
+// before its own next polls in the same way. By the first 16 threads at least of a CTA, all of which come to `meet`.
 //
 // Twice the deadline: who waits for data itself says better what is missing.
 template <int W, typename Meet>
@@ -163,11 +173,14 @@ DEVICE void exchange_credits(Waiting w, u64* const (&to)[16], Meet meet) {
   if (threadIdx.x == 0) wait_completed(w);
   meet();
   const u32 peer = threadIdx.x;
-  if (peer >= W || peer == w.rank) return;
+  if (peer < W && peer != w.rank) {
 #if K3_MULTICAST
-  fence_alias();
+    fence_alias();
 #endif
-  release_sys(to[peer], w.call);
-  Patience patience;
-  while (acquire_sys(&w.counters->credits[peer]) < w.call) patience.lose(w, PHASE_CREDIT, 0, peer);
+    release_sys(to[peer], w.call);
+    Patience patience;
+    while (acquire_sys(&w.counters->credits[peer]) < w.call) patience.lose(w, PHASE_CREDIT, 0, peer);
+  }
+  meet();
+  if (threadIdx.x == 0) store_release(&w.counters->credited, w.call + 1);
 }

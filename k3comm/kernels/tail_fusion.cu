@@ -110,8 +110,7 @@ DEVICE Waiting waiting(const Arguments& a, u64 call) {
 
 DEVICE void link(const Arguments& a) {
 #if K3_LINK
-  const i64 start = clock64();
-  while (clock64() - start < a.link_cycles) {}
+  pause_cycles(a.link_cycles);
 #endif
 }
 
@@ -182,44 +181,49 @@ uint4 finalized(const char* routed, i64 routed_stride, const int* index, const c
 }
 #endif
 
-// Before anything of ours is published, polled, cleared or read: every call before this one is done whole.
-DEVICE void enter(const Arguments& a, u64 call) {
-  if (threadIdx.x == 0) wait_completed(waiting(a, call));
-  sync_block();
-#if K3_MULTICAST
-  fence_alias();
+// The thread that took the call's number passes it on once the credits of the call before are in.
+DEVICE void begin(const Arguments& a, u64* said, u64 call, u64 credited) {
+#if K3_CREDITS
+  wait_credited(waiting(a, call), credited);
 #endif
+  *said = call;
+}
+
+// One thread, beside what the others publish and poll: waits for the calls before this one, says how many rows this one
+// has, and returns what the call before used. Out of line, or 64 rows spill.
+static __device__ __noinline__ u32 turn(const Arguments& a, u64 call) {
+  wait_completed(waiting(a, call));
+  if (blockIdx.x == 0) store_gpu(&a.counters->rows[call & 1], (u32)a.rows << 1 | MAIL_OWN_LATENT);
+  return load_gpu(&a.counters->rows[(call + 1) & 1]);
 }
 
 // Latent rows to every rank, shared rows by their columns to the rank that owns them, in chunks of 32 fragments a warp;
-// neighbouring chunks go to different CTAs, so that few rows use many SMs. The payload of the first chunk is asked for
-// before the entry, which hides one of the two.
-DEVICE void publish(const Arguments& a, u64 call, int region) {
+// neighbouring chunks go to different CTAs, so that few rows use many SMs, the last warp of each coming last.
+DEVICE void publish(const Arguments& a, int region) {
+#if K3_MULTICAST
+  fence_alias();
+#endif
   constexpr int LATENT_CHUNKS = (L / 8 + 31) / 32, SHARED_CHUNKS = ((H - C) / 8 + 31) / 32;
   const int lane = threadIdx.x & 31, first = (threadIdx.x >> 5) * gridDim.x + blockIdx.x;
   const int latent = a.rows * LATENT_CHUNKS, all = latent + a.rows * SHARED_CHUNKS;
   const u64 start = region * a.region_bytes;
-  for (int chunk = first;; chunk += WARPS * gridDim.x) {
+  for (int chunk = first; chunk < all; chunk += WARPS * gridDim.x) {
     const bool is_latent = chunk < latent;
     const int number = is_latent ? chunk : chunk - latent;
     const int token = number / (is_latent ? LATENT_CHUNKS : SHARED_CHUNKS);
     int column = 8 * (number % (is_latent ? LATENT_CHUNKS : SHARED_CHUNKS) * 32 + lane);
-    const bool some = chunk < all && column < (is_latent ? L : H - C);
+    const bool some = column < (is_latent ? L : H - C);
     if (!is_latent && column >= a.rank * C) column += C;
     uint4 v = make_uint4(0, 0, 0, 0);
-    if (chunk < all) {
-      if (is_latent) {
+    if (is_latent) {
 #if K3_DEFERRED
-        v = finalized(a.routed, a.routed_stride, a.index, a.expert_weights, a.top_k, token, column, some);
+      v = finalized(a.routed, a.routed_stride, a.index, a.expert_weights, a.top_k, token, column, some);
 #else
-        if (some) v = load_l2(a.routed + 2 * (token * a.routed_stride + column), uint4());
+      if (some) v = load_l2(a.routed + 2 * (token * a.routed_stride + column), uint4());
 #endif
-      } else if (some) {
-        v = load_l2(a.shared_rows + 2 * (token * a.shared_stride + column), uint4());
-      }
+    } else if (some) {
+      v = load_l2(a.shared_rows + 2 * (token * a.shared_stride + column), uint4());
     }
-    if (chunk == first) enter(a, call);
-    if (chunk >= all) return;
     if (!some) continue;
     v = publishable(v);
     if (is_latent) {
@@ -243,7 +247,6 @@ DEVICE void clear(const Arguments& a, u32 used, int region) {
     store_own(const_cast<char*>(is_latent ? a.own_latent : a.own_shared) + start + 16 * (u64)at, empty(uint4()));
   }
 }
-DEVICE u32 using_rows(const Arguments& a) { return (u32)a.rows << 1 | MAIL_OWN_LATENT; }
 
 // ---- the latent sums -----------------------------------------------------------------------------------------------
 
@@ -266,7 +269,8 @@ DEVICE void add_ranks(float (&sum)[N], const Slots& from, const Waiting& w, u32 
   if constexpr (FIRST < W) {
     constexpr int COUNT = W - FIRST < AT_ONCE ? W - FIRST : AT_ONCE;
     T v[COUNT];
-    fetch<FIRST>(v, from, w, phase, token);
+    ask<FIRST>(v, from);
+    receive<FIRST>(v, from, w, phase, token);
     add<FIRST>(sum, v);
     add_ranks<FIRST + COUNT, T>(sum, from, w, phase, token);
   }
@@ -418,23 +422,26 @@ DEVICE void project(const Arguments& a, int group, int slice, const char* z) {
 // Returns the number of this call.
 DEVICE u64 exchange(const Arguments& a) {
   extern __shared__ __align__(128) char memory[];
-  __shared__ u64 number;
+  __shared__ u64 said[2];  // the number of the call; what the call before used
   char* z = memory;
   float* squares = (float*)(memory + 2 * TOKENS * PITCH);
   const int group = blockIdx.x / SLICES, slice = blockIdx.x % SLICES;
   // The number is taken before the next kernel may start, by one step on this CTA's own cell.
-  if (threadIdx.x == 0) number = step(&a.counters->cells[blockIdx.x]);
+  if (threadIdx.x == 0) {
+    const u64 mine = step(&a.counters->cells[blockIdx.x]);
+    begin(a, said, mine, acquire(&a.counters->credited));
+  }
   prefetch_weights(a, group, slice);
   __syncthreads();
-  const u64 call = number;
+  const u64 call = said[0];
   const int region = (int)(call % 3);
   launch_dependents();
   wait_for_predecessor();
-  publish(a, call, region);
-  if (blockIdx.x == 0 && threadIdx.x == 0) store_gpu(&a.counters->rows[call & 1], using_rows(a));
-  clear(a, load_gpu(&a.counters->rows[(call + 1) & 1]), region);
+  if (threadIdx.x == THREADS - 1) said[1] = turn(a, call);
+  publish(a, region);
   reduce_latent(a, call, region, slice, z, squares);
   __syncthreads();
+  clear(a, (u32)said[1], region);
   sum_squares(a, group, slice, squares);
   project(a, group, slice, z);
   return call;
@@ -461,11 +468,12 @@ static_assert(TOKENS == 4 || TOKENS == 8 || TOKENS == 16 || TOKENS == 32 || TOKE
 static_assert(RING == STRIPES || (RING > 1 && RING < STRIPES));
 
 // Shared memory: weights [RING, GROUP_ROWS, 128 bytes], z [STRIPES, N, 128 bytes], both swizzled; squares of 64 columns
-// [TOKENS, STRIPES]; a barrier a box of the ring, and a stripe of it; the number of the call; whether the window is open.
+// [TOKENS, STRIPES]; a barrier a box of the ring, and a stripe of it; the number of the call; whether the window is open;
+// what the call before used.
 constexpr int Z = RING_BOXES * BOX_BYTES, SQUARES = Z + STRIPES * N * 128;
 constexpr int LANDED = SQUARES + 4 * TOKENS * STRIPES, FREE = LANDED + 8 * RING_BOXES;
-constexpr int NUMBER = FREE + 8 * RING, OPEN = NUMBER + 8;
-static_assert(OPEN + 8 == K3_SHARED_BYTES);
+constexpr int NUMBER = FREE + 8 * RING, OPEN = NUMBER + 8, USED = OPEN + 4;
+static_assert(USED + 4 == K3_SHARED_BYTES);
 
 // The loading warp. It touches nothing but weights, so it waits for no other kernel.
 DEVICE void load_weights(const Arguments& a) {
@@ -578,11 +586,13 @@ DEVICE void reduce_latent(const Arguments& a, u64 call, int region, int slice, c
   fence_operands();
 }
 
-// Partial products [m, C] of this CTA's columns and slice. The order over k is one for all TOKENS.
-DEVICE void project(const Arguments& a, int group, int slice, char* memory) {
+// Partial products [m, C] of this CTA's columns and slice. The order over k is one for all TOKENS. `beside` is done by all
+// threads while the tensor cores are at it.
+template <typename Beside>
+DEVICE void project(const Arguments& a, int group, int slice, char* memory, Beside beside) {
   const int lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
   const int tile = threadIdx.x >> 7, warp = (threadIdx.x >> 5) & 3;  // a warpgroup, and a warp of it
-  if (tile >= M_TILES) return;
+  if (tile >= M_TILES) return beside();
   const int row = min(64 * tile, GROUP_ROWS - 64);
   const u32 weights = shared_address(memory);
   const u64 left = operand(weights + 128 * row), right = operand(weights + Z);
@@ -590,8 +600,7 @@ DEVICE void project(const Arguments& a, int group, int slice, char* memory) {
 #pragma unroll
   for (int i = 0; i < STRIPES; i++) {
 #if !K3_NO_WEIGHTS
-#pragma unroll
-    for (int j = 0; j < PARTS; j++) barrier_wait(weights + LANDED + 8 * (i % RING * PARTS + j), i / RING & 1);
+    barriers_wait<PARTS>(weights + LANDED + 8 * (i % RING * PARTS), i / RING & 1);
 #endif
     product_begin();
 #pragma unroll
@@ -603,6 +612,7 @@ DEVICE void project(const Arguments& a, int group, int slice, char* memory) {
       if (lane == 0) barrier_arrive(weights + FREE + 8 * ((i - 1) % RING));
     }
   }
+  beside();
   product_wait<0>(sum);
   if (row + 16 * warp < 64 * tile) return;  // the tile before has these
   const int to = group * GROUP_ROWS + row + 16 * warp + g;
@@ -635,27 +645,30 @@ DEVICE u64 exchange(const Arguments& a) {
   extern __shared__ __align__(1024) char memory[];
   const int group = blockIdx.x / SLICES, slice = blockIdx.x % SLICES;
   u64* number = (u64*)(memory + NUMBER);
-  u64 mine = 0;
-  if (threadIdx.x == 0) mine = step(&a.counters->cells[blockIdx.x]);
+  u64 mine = 0, credited = 0;
+  if (threadIdx.x == 0) {
+    mine = step(&a.counters->cells[blockIdx.x]);
+    credited = acquire(&a.counters->credited);
+  }
   const int column = slice * SLICE + 8 * (threadIdx.x % FRAGMENTS);
   if (a.norm) prefetch_l2(a.norm + (a.flags & NORM_FP32 ? 4 : 2) * column);
   __syncthreads();  // the barriers are there; the loads begin
-  if (threadIdx.x == 0) *number = mine;
+  if (threadIdx.x == 0) begin(a, number, mine, credited);
   sync_block();
   const u64 call = *number;
   const int region = (int)(call % 3);
   launch_dependents();
   wait_for_predecessor();
-  publish(a, call, region);
-  if (blockIdx.x == 0 && threadIdx.x == 0) store_gpu(&a.counters->rows[call & 1], using_rows(a));
-  const u32 before = load_gpu(&a.counters->rows[(call + 1) & 1]);
+  if (threadIdx.x == THREADS - 1) *(u32*)(memory + USED) = turn(a, call);
+  publish(a, region);
   float gain[8] = {};
   if (a.norm) load_vector(gain, a.norm, column, a.flags & NORM_FP32);
   reduce_latent(a, call, region, slice, gain, memory);
   sync_block();
-  clear(a, before, region);
-  sum_squares(a, group, slice, memory);
-  project(a, group, slice, memory);
+  project(a, group, slice, memory, [&] {
+    sum_squares(a, group, slice, memory);
+    clear(a, *(const u32*)(memory + USED), region);
+  });
   return call;
 }
 #endif
@@ -682,12 +695,19 @@ DEVICE void finish_unit(const Arguments& a, u64 call, int region, int token, int
                    a.shared_rows + 2 * (token * a.shared_stride + a.rank * C + column), a.rank};
   const Waiting w = waiting(a, call);
   float4 v[EARLY];
-  u32 square[EARLY];
+  float square[EARLY];
   uint2 shared[COUNT];
 #pragma unroll
-  for (int s = 0; s < EARLY; s++) {
-    v[s] = load_partial(partials + (u64)s * C);
-    square[s] = load_l2(squares + s, u32());
+  for (int s = 0; s < EARLY; s++) v[s] = load_partial(partials + (u64)s * C);
+  if constexpr (SLICES % 4 == 0) {
+#pragma unroll
+    for (int s = 0; s < EARLY; s += 4) {
+      const float4 four = load_partial(squares + s);
+      square[s] = four.x; square[s + 1] = four.y; square[s + 2] = four.z; square[s + 3] = four.w;
+    }
+  } else {
+#pragma unroll
+    for (int s = 0; s < EARLY; s++) square[s] = __uint_as_float(load_l2(squares + s, u32()));
   }
   ask<0>(shared, from);
   float residual[4] = {}, bias[4] = {}, total[4];
@@ -702,11 +722,11 @@ DEVICE void finish_unit(const Arguments& a, u64 call, int region, int token, int
     }
   }
   float y[4] = {v[0].x, v[0].y, v[0].z, v[0].w};
-  float sum = __uint_as_float(square[0]);
+  float sum = square[0];
 #pragma unroll
   for (int s = 1; s < EARLY; s++) {
     y[0] += v[s].x; y[1] += v[s].y; y[2] += v[s].z; y[3] += v[s].w;
-    sum += __uint_as_float(square[s]);
+    sum += square[s];
   }
 #pragma unroll 8
   for (int s = EARLY; s < SLICES; s++) {
@@ -743,7 +763,8 @@ DEVICE void gather_ranks(const Arguments& a, const Waiting& w, int token, int co
   const u64 start = 2 * ((u64)token * H + column);
   const Peers from{a.own_gather + (w.call & 1) * a.gather_bytes + start, 2 * C, MAIL_OWN_OUT ? W : a.rank};
   uint2 v[COUNT];
-  fetch<FIRST>(v, from, w, PHASE_GATHER, token);
+  ask<FIRST>(v, from);
+  receive<FIRST>(v, from, w, PHASE_GATHER, token);
 #pragma unroll
   for (int i = FIRST; i < FIRST + COUNT; i++) {
     *(uint2*)(a.out + start + 2 * from.rank_of(i) * C) = v[i - FIRST];

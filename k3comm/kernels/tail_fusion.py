@@ -53,6 +53,10 @@ COUNTER_BYTES: Final = 12 * MAX_CELLS + 128 + 128
 CREDITS: Final = COUNTER_BYTES - 8 * MAX_WORLD
 """Where the credits are in the counters."""
 
+COMPLETED: Final = 12 * MAX_CELLS // 8
+CREDITED: Final = COMPLETED + 3
+"""Words of 8 bytes of the counters: COMPLETIONS for each call that is done whole; calls whose credits are in."""
+
 
 @unique
 class Form(Enum):

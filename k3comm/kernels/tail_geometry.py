@@ -81,8 +81,8 @@ WINDOW: Final = 3
 us up to 16 rows, five and more by 0.5 and more from 4 rows on; at world size 4, where the weights of two CTAs fit an
 SM, two were faster by 0.1 to 0.3 us (docs/performance.md)."""
 
-WIDER_ROWS: Final = 8
-"""Rows up to which one box more is better: by 0.7 us at one row, by nothing at 8; at 12 it is worse by 0.4."""
+WIDER_ROWS: Final = 1
+"""Rows up to which one box more is better: by 0.3 us at one row, with a link emulated; worse by 0.1 to 0.4 from two on."""
 
 POLL_ROWS: Final = 8
 """Rows by which the cost of polling counts in the choice of a cut."""

@@ -8,7 +8,6 @@ import hashlib
 import itertools
 import json
 import random
-import re
 import subprocess
 import sys
 import time
@@ -27,9 +26,10 @@ import k3comm.ops
 from k3comm import Communicator, LatentMoESpec, Settings, Tier
 from k3comm.buffers.mailbox import COUNTER_BYTES
 from k3comm.kernels import reference
-from k3comm.kernels.compile import FOLDER, KernelVariant, arch_of, compile_kernel
+from k3comm.kernels.compile import KernelVariant, arch_of, compile_kernel
 from k3comm.kernels.finalize import Deferred, finalize
 from k3comm.kernels.launch import Launch, LaunchShape, load_kernel
+from k3comm.kernels.tail_fusion import COMPLETED, COMPLETIONS, CREDITED
 from k3comm.kernels.tail_geometry import MAX_CELLS
 from k3comm.negotiate.exchange import GroupExchange
 from k3comm.tiers import Numerics
@@ -457,12 +457,6 @@ def test_ranks_that_are_late(comm: Communicator, mode: Mode) -> None:
     assert int(wrong) == 0
 
 
-def completed_at(calls: int) -> int:
-    """The completion word after so many calls."""
-    found = re.search(r"COMPLETIONS = 1 << (\d+)", (FOLDER / "mailbox.cuh").read_text(encoding="utf-8"))
-    return calls << (int(found[1]) if found else 0)
-
-
 @pytest.mark.parametrize("calls", [2**32 - 2, 2**40 + 1])
 def test_counters_do_not_wrap(comm: Communicator, calls: int) -> None:
     """Preset to what they are after days of serving: the number of a call has 64 bits."""
@@ -474,7 +468,7 @@ def test_counters_do_not_wrap(comm: Communicator, calls: int) -> None:
         first = start + device._layout.counters(lane)
         words = device._memory.block(comm.rank)[first : first + COUNTER_BYTES].view(torch.int64)
         words[:MAX_CELLS] = calls
-        words[MAX_CELLS + MAX_CELLS // 2] = completed_at(calls)  # past as many cells and 32-bit words
+        words[COMPLETED], words[CREDITED] = calls * COMPLETIONS, calls
     meet()
     case = integers(comm, 17)
     tail, right = handle(comm, case), truth(case)
@@ -488,7 +482,8 @@ def test_counters_do_not_wrap(comm: Communicator, calls: int) -> None:
     for lane in range(2):
         first = start + device._layout.counters(lane)
         words = device._memory.block(comm.rank)[first : first + COUNTER_BYTES].view(torch.int64)
-        assert int(words[MAX_CELLS + MAX_CELLS // 2]) == completed_at(calls + 5)
+        assert int(words[COMPLETED]) == (calls + 5) * COMPLETIONS
+        assert int(words[CREDITED]) == calls + 5
     tier.rearm()
     meet()
 

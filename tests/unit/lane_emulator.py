@@ -20,8 +20,7 @@ from torch import Tensor
 from k3comm.kernels.compile import FOLDER
 from k3comm.kernels.expiry import RECORD_WORDS
 from k3comm.kernels.lane_one_shot import Arguments, Cut, LaneLayout, OneShot, kernel_variant
-from k3comm.kernels.tail_fusion import COMPLETIONS, aligned_rows
-from k3comm.kernels.tail_geometry import MAX_CELLS
+from k3comm.kernels.tail_fusion import COMPLETED, COMPLETIONS, aligned_rows
 from k3comm.settings import Settings
 
 HERE = Path(__file__).parent / "emulator"
@@ -125,7 +124,7 @@ class Ranks:
     def completed(self, number: int = 0) -> list[float]:
         """Calls that are done whole, by each rank's completion word."""
         at = self.layout.counters(number)
-        word = MAX_CELLS + MAX_CELLS // 2
+        word = COMPLETED
         return [int(block[at : at + 8 * word + 8].view(torch.int64)[word]) / COMPLETIONS for block in self.blocks]
 
     def run(self, *, seed: int = 0, skew: int = 0, silent: int = -1) -> int:

@@ -479,10 +479,10 @@ def tail(
     late: bool = False,
     in_flight: int = 3,
     weak: bool = False,
-    word: Literal["", "publishes", "all"] = "",
+    word: Literal["", "publishes", "clears", "all"] = "",
     taken_at: Literal["start", "early", "end"] = "start",
     visible: Literal["at once", "any time", "fence", "credit"] = "at once",
-    fault: Literal["", "sent early", "relaxed", "not awaited", "one less", "exact"] = "",
+    fault: Literal["", "sent early", "relaxed", "not awaited", "one less", "exact", "noted early"] = "",
     reduced: bool = False,
 ) -> Model:
     """The whole tail, layer after layer: all-reduce mailbox, projection, gather mailbox.
@@ -498,7 +498,8 @@ def tail(
         late: a re-arm may land after its kernel's end.
         in_flight, weak: as in `Model`.
         word: each layer ends by writing a completion word; the next "publishes" once it has seen it, or does "all"
-            then.
+            then. "clears": once it has seen it it clears, but it publishes and polls before, as soon as it has seen, in
+            another word, that the credits of the call before are in; it looks for that before its wait.
         taken_at: with a word, a layer takes its number in one step at the "start", which its trigger follows unless
             that is at the "top"; or it reads the number first and advances it at the "end". "early": in one step
             before its wait, and later kernels of the layer read it there; a trigger at the "top" follows that.
@@ -511,7 +512,8 @@ def tail(
         reduced: see the module; only for clears that are weak, with neither `early` nor a mistake in the numbers.
         fault: of the credits. "sent early": without a look at the completion word, so it covers the calls before that
             one only. "relaxed": a store that covers nothing. "not awaited": a call may be complete without the peers'
-            credits. "one less": those of the call before are enough. "exact": larger ones are not.
+            credits. "one less": those of the call before are enough. "exact": larger ones are not. "noted early": that
+            the credits are in is noted when they have been sent.
     """
     stages = launches.split()
     rows, size = max(m), len(stages)
@@ -538,6 +540,8 @@ def tail(
         def credit(owner: int, source: int) -> int:
             return finish + 2 * W + owner * W + source
 
+        noted = finish + 2 * W + W * W + r  # where the rank notes that it has all credits
+
         def take(cell: int) -> Run:
             return poll(cell, n, cleared=n - size if weak_clears else 0)
 
@@ -550,16 +554,19 @@ def tail(
             seen = k.step("sees the completion word", await_value(done, n - size), taken)
         elif taken_at == "early" and stage != "x":
             taken = k.step("reads its number", read(cell, n + size), early=True)
-        ready = seen if word == "all" else 0
+        ready, opened = seen if word == "all" else 0, seen
+        if word == "clears" and "r" in stage:
+            opened = ready = k.step("sees that it has all credits", await_count(noted, n - size), taken, early=True)
         if "r" in stage:
             for p, f in words:
                 text, run = f"publishes partial row {f} to rank {p}", publish(partial(p, r, f), n)
                 covers = n if visible == "fence" else 0
-                k.step(text, run, seen, early=early == "reduce", posted=True, covers=covers)
+                k.step(text, run, opened, early=early == "reduce", posted=True, covers=covers)
             takes = [(f"polls partial row {f} of rank {p}", take(partial(r, p, f)), ready) for p, f in words]
             summed = polled = k.group(takes, "polls partials" if joined else None)
             back, newest, after, used = (1, n - size, ready, past) if clear == "lazy" else (0, n, summed, live)
             old = [(f"partial row {f} of rank {p}", partial(r, p, f, back)) for f in range(used) for p in peers]
+            after |= seen if word == "clears" else 0
             clears = [(f"clears {text}", wipe(cell, newest), after) for text, cell in old]
             k.covered |= k.group(clears, "clears partials" if joined else None, posted=weak_clears)
         for p, f in words if "p" in stage else ():
@@ -586,7 +593,10 @@ def tail(
                 sent |= k.step(text, run, after, early=soon, posted=True, covers=covers)
             wait = await_value if fault == "exact" else await_count
             waits = [(f"has the credit of rank {p}", wait(credit(r, p), least), after) for p in others]
-            k.group(waits, "has all credits" if joined else None, early=soon, posted=fault == "not awaited")
+            had = k.group(waits, "has all credits" if joined else None, early=soon, posted=fault == "not awaited")
+            if word == "clears":
+                had = sent if fault == "noted early" else had
+                k.step("notes that it has all credits", raise_to(noted, n), had, early=soon)
         if word and "g" in stage:
             if taken_at == "end":
                 k.step("advances the number", store(cell, n + size), k.must)
@@ -605,7 +615,7 @@ def tail(
             memory[((owner * R + R - 1) * W + source) * rows + f] = (period + 1 - size) * (owner != source)
     if word:
         credits = [(period + 1) * (owner != source) for owner in range(W) for source in range(W)]
-        memory += [period + 1 - size] * W + [period + 1] * W + credits
+        memory += [period + 1 - size] * W + [period + 1] * W + credits + [period + 1 - size] * W
     return Model(W, period, memory, kernel, launches=size, in_flight=in_flight, weak=weak)
 
 

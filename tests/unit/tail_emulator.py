@@ -23,7 +23,17 @@ from torch import Tensor
 from k3comm.buffers.mailbox import COUNTER_BYTES, EMPTY, MailboxLayout
 from k3comm.kernels.compile import FOLDER
 from k3comm.kernels.expiry import RECORD_WORDS
-from k3comm.kernels.tail_fusion import COMPLETIONS, Arguments, Entry, Form, LaneAddresses, TailKernels, kernel_variant
+from k3comm.kernels.tail_fusion import (
+    COMPLETED,
+    COMPLETIONS,
+    CREDITED,
+    Arguments,
+    Entry,
+    Form,
+    LaneAddresses,
+    TailKernels,
+    kernel_variant,
+)
 from k3comm.kernels.tail_geometry import FINISH_THREADS, MAX_CELLS, MAX_ROWS, STRIPE, TILE, Geometry, _box_shared_bytes
 
 THREADS = 64
@@ -34,6 +44,7 @@ HERE = Path(__file__).parent / "emulator"
 SHARED = {
     r"extern __shared__ __align__\(\d+\) char memory\[\];": "char* memory = dynamic_shared();",
     r"__shared__ u64 number;": "u64& number = *fixed_shared<u64>(0);",
+    r"__shared__ u64 said\[2\];": "u64* said = fixed_shared<u64>(0);",
     r"__shared__ float sums\[WARPS\];": "float* sums = fixed_shared<float>(64);",
 }
 
@@ -178,11 +189,11 @@ class Ranks:
             block.fill_(EMPTY & 0xFF)
             words = block[:COUNTER_BYTES].zero_().view(torch.int64)
             words[:MAX_CELLS] = calls
-            words[MAX_CELLS + MAX_CELLS // 2] = calls * COMPLETIONS
+            words[COMPLETED], words[CREDITED] = calls * COMPLETIONS, calls
 
     def completed(self) -> list[int]:
         """Calls that are done whole, by each rank's completion word."""
-        words = [int(block[:COUNTER_BYTES].view(torch.int64)[MAX_CELLS + MAX_CELLS // 2]) for block in self.blocks]
+        words = [int(block[:COUNTER_BYTES].view(torch.int64)[COMPLETED]) for block in self.blocks]
         assert all(word % COMPLETIONS == 0 for word in words)
         return [word // COMPLETIONS for word in words]
 

@@ -33,8 +33,10 @@ foreign = partial(tail, launches="rpg x", trigger="wait")
 worded = partial(foreign, weak=True, word="all")
 fenced = partial(tail, launches="r pg", word="all", visible="fence")
 credited = partial(tail, launches="r pg", word="all", visible="credit", depth=2)
-# As the kernels do it: the number is taken, and the next kernel let go, before the wait.
+# The number is taken, and the next kernel let go, before the wait.
 credited_early = partial(credited, trigger="top", taken_at="early")
+# As the kernels do it: they publish and poll once the credits of the call before are in, and clear when it is done whole.
+shipped = partial(credited_early, word="clears")
 
 
 def title(protocol: Protocol) -> str:
@@ -72,6 +74,13 @@ RIGHT = {
         credited_early, launches="r pg x", weak=True, reduced=True
     ),
     "tail, credits, three ranks": partial(credited, trigger="wait", W=3, joined=True, reduced=True),
+    "tail, credits that open the next call": partial(shipped, reduced=True),
+    "tail, credits that open the next call, PDL after the wait": partial(shipped, trigger="wait", reduced=True),
+    "tail, credits that open the next call, a foreign kernel": partial(
+        shipped, launches="r pg x", weak=True, reduced=True
+    ),
+    "tail, credits that open the next call, three ranks": partial(shipped, W=3, joined=True, reduced=True),
+    "tail, one kernel, credits that open the next call": partial(shipped, launches="rpg", reduced=True),
     "three regions, lazy": partial(mailbox),
     "three regions, lazy, rows in any sequence": partial(mailbox, m=EVERY_3),
     "three regions, lazy, also to itself": partial(mailbox, own=True, joined=True),
@@ -262,6 +271,15 @@ def test_known_mistakes_are_found(failure: Failure) -> None:
 def test_a_reduced_search_finds_what_is_wrong_with_credits(fault: str, ranks: int) -> None:
     wrong: dict[str, Any] = {"any time": {"visible": fault}, "R": {"R": 2}, "depth": {"depth": 1}}
     verdict = credited_early(W=ranks, joined=ranks > 2, reduced=True, **wrong.get(fault, {"fault": fault})).search()
+    assert verdict.kind in {"not empty", "lost data"}, str(verdict)
+
+
+@pytest.mark.parametrize("fault", ["R", "depth", "sent early", "relaxed", "noted early", "one less"])
+def test_nor_does_it_miss_what_is_wrong_with_what_ships(fault: str) -> None:
+    """With a kernel between that is not ours: without one "noted early" does no harm, the kernels' order does."""
+    wrong: dict[str, Any] = {"R": {"R": 2}, "depth": {"depth": 1}}
+    beside = partial(shipped, launches="r pg x", weak=True, reduced=True)
+    verdict = beside(**wrong.get(fault, {"fault": fault})).search()
     assert verdict.kind in {"not empty", "lost data"}, str(verdict)
 
 

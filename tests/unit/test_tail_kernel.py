@@ -593,7 +593,7 @@ def test_a_rank_that_stops_is_named(ranks: Callable[..., Ranks], cut: str, form:
 
 WRONG = {
     "the region that comes next is cleared": ("(region == 0 ? 2 : region - 1)", "(region == 2 ? 0 : region + 1)"),
-    "this call's rows are cleared": ("load_gpu(&a.counters->rows[(call + 1) & 1])", "using_rows(a)"),
+    "this call's rows are cleared": ("load_gpu(&a.counters->rows[(call + 1) & 1])", "2 * a.rows"),
     "nothing is cleared": ("i < all; i += gridDim.x * THREADS)", "i < 0; i += gridDim.x * THREADS)"),
     "two regions": ("const int region = (int)(call % 3);", "const int region = (int)(call % 2);"),
     "the gather is not emptied": ("store_own(from.of(i), empty(uint2()));", ""),
@@ -608,8 +608,11 @@ WRONG = {
 
 WRONG_BOXES = {
     "a row of weights too far": ("i % PARTS * BOX_ROWS, weights", "i % PARTS * BOX_ROWS + 1, weights"),
-    "weights are not waited for": ("barrier_wait(weights + LANDED + 8 * (i % RING * PARTS + j), i / RING & 1);", ";"),
-    "the round is not looked at": ("(i % RING * PARTS + j), i / RING & 1);", "(i % RING * PARTS + j), 0);"),
+    "weights are not waited for": (
+        "barriers_wait<PARTS>(weights + LANDED + 8 * (i % RING * PARTS), i / RING & 1);",
+        ";",
+    ),
+    "the round is not looked at": ("(i % RING * PARTS), i / RING & 1);", "(i % RING * PARTS), 0);"),
     "nobody waits for room": ("if (stripe >= RING) barrier_wait", "if (false) barrier_wait"),
     "room before the products": ("product_wait<1>(sum);", ""),
     "z is not swizzled": ("1024 + swizzled(token & 7, fragment & 7)", "1024 + (token & 7) * 128 + (fragment & 7) * 16"),

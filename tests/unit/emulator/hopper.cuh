@@ -48,6 +48,9 @@ inline void barrier_expect(u32 bar, u32 bytes) {
 }
 inline bool barrier_passed(u32 bar, u32 parity) { give_way(); return (barrier_at(bar).round & 1) != parity; }
 inline void barrier_wait(u32 bar, u32 parity) { while (!barrier_passed(bar, parity)) {} }
+template <int COUNT> void barriers_wait(u32 bar, u32 parity) {
+  for (int i = 0; i < COUNT; i++) barrier_wait(bar + 8 * i, parity);
+}
 inline void set_shared(u32* p, u32 v) { *p = v; }
 inline u32 look_shared(const u32* p) { give_way(); return *p; }
 

@@ -205,6 +205,8 @@ inline u32 acquire(const u32* p) { give_way(); return *p; }
 inline u32 load_gpu(const u32* p) { return *p; }
 inline void store_gpu(u32* p, u32 v) { *p = v; }
 inline u64 load_gpu(const u64* p) { give_way(); return *p; }
+inline void pause_cycles(int) { give_way(); }
+inline void store_release(u64* p, u64 v) { *p = v; }
 inline void add_release(u64* p, u64 v) { *p += v; }
 inline void arrive(u32* p) { ++*p; }
 inline u32 step(u32* p) { return (*p)++; }
