@@ -15,14 +15,13 @@ constexpr u64 COMPLETIONS = 1 << 20;  // more than CTAs of any grid; in 64 bits 
 // What a lane keeps in its counters (device memory of its own rank, zeros at the start). `tail_fusion.py` has its size.
 struct Counters {
   u64 cells[MAX_CELLS];    // calls that each CTA has begun: its own cell, never one that all read
-  u32 arrived[MAX_CELLS];  // CTAs of a row group whose partial products of this call are there (one-kernel form)
+  u32 arrived[MAX_CELLS];  // CTAs of a row group whose partial products are there, round after round (one-kernel form)
   u64 completed;           // COMPLETIONS for each call that is done whole: all clears and re-arms of all CTAs
+  u64 credited;            // calls whose credits are in (below): one more than the number of the last one
   u32 rows[2];             // of the last two calls, by parity of the call number, what the next call clears: rows, times
                            // 2, and 1 more if this rank's own latent was among them
-  u32 finished;            // CTAs that are done with this call (one-kernel form)
   u32 claimed;             // a thread writes the record
-  u64 credited;            // calls whose credits are in (below): one more than the number of the last one
-  u32 spare[24];
+  u32 spare[25];
   u64 credits[16];         // written by the peers, on lines of their own: calls that each of them is done with
 };
 
@@ -164,15 +163,15 @@ DEVICE void wait_completed(const Waiting& w) {
 // with release, and waits, with acquire, until every peer has said so; then it says so to call n + 1 of its own rank,
 // which publishes after that. So in PTX's terms every emptying happens before the peer's next write, and no fence stands
 // before a publication: this runs beside the exchange, where nobody waits for it. What a rank empties itself happens
-// before its own next polls in the same way. By the first 16 threads at least of a CTA, all of which come to `meet`.
+// before its own next polls in the same way. By a warp.
 //
 // Twice the deadline: who waits for data itself says better what is missing.
-template <int W, typename Meet>
-DEVICE void exchange_credits(Waiting w, u64* const (&to)[16], Meet meet) {
+template <int W>
+DEVICE void exchange_credits(Waiting w, u64* const (&to)[16]) {
   w.deadline_ns *= 2;
-  if (threadIdx.x == 0) wait_completed(w);
-  meet();
-  const u32 peer = threadIdx.x;
+  const u32 peer = threadIdx.x & 31;
+  if (peer == 0) wait_completed(w);
+  __syncwarp();
   if (peer < W && peer != w.rank) {
 #if K3_MULTICAST
     fence_alias();
@@ -181,6 +180,6 @@ DEVICE void exchange_credits(Waiting w, u64* const (&to)[16], Meet meet) {
     Patience patience;
     while (acquire_sys(&w.counters->credits[peer]) < w.call) patience.lose(w, PHASE_CREDIT, 0, peer);
   }
-  meet();
-  if (threadIdx.x == 0) store_release(&w.counters->credited, w.call + 1);
+  __syncwarp();
+  if (peer == 0) store_release(&w.counters->credited, w.call + 1);
 }

@@ -10,6 +10,7 @@
 // The slices' products and squares meet in `finish`: sum over slices in order, r, scale, bias, shared, residual, one
 // rounding, publication of the finished columns; then the gather copies out what all ranks published and empties it.
 // tail_exchange + tail_finish are two kernels; tail_whole is both in one, row groups waiting for their own slices only.
+// One CTA more, of tail_finish or of tail_whole, exchanges credits (mailbox.cuh).
 //
 // Stage 4 has two paths; the geometry says which. The general one runs everywhere: weights into registers, mma.sync.
 // K3_BOX_ROWS > 0 is the one for sm_90a: one more warp streams the CTA's block of W_up into shared memory from the
@@ -27,6 +28,7 @@ constexpr int H = K3_HIDDEN, L = K3_LATENT, W = K3_WORLD, C = H / W;
 constexpr int THREADS = K3_THREADS, WARPS = THREADS / 32;
 constexpr int SLICE = K3_SLICE, SLICES = K3_SLICES;                 // columns of a slice, a multiple of 32
 constexpr int GROUPS = K3_GROUPS, GROUP_TILES = K3_GROUP_TILES;     // tiles of 16 output columns in a group
+constexpr int CELLS = GROUPS * SLICES;                              // CTAs that share the work
 constexpr int TILES = (C + 15) / 16;
 constexpr int TOKENS = K3_TOKENS;                                   // rows that this variant holds at once
 constexpr int MAX_ROWS = K3_MAX_ROWS;
@@ -35,7 +37,7 @@ constexpr int AT_ONCE = 8;                                          // ranks who
 
 static_assert(H % (8 * W) == 0 && L % 8 == 0 && W >= 2 && W <= 16);
 static_assert(SLICE % 32 == 0 && SLICES * SLICE >= L && (SLICES - 1) * SLICE < L);
-static_assert(GROUPS * GROUP_TILES >= TILES && (GROUPS - 1) * GROUP_TILES < TILES && GROUPS * SLICES <= MAX_CELLS);
+static_assert(GROUPS * GROUP_TILES >= TILES && (GROUPS - 1) * GROUP_TILES < TILES && CELLS < MAX_CELLS);
 static_assert(TOKENS <= MAX_ROWS && MAX_ROWS <= 64 && sizeof(Counters) == K3_COUNTER_BYTES);
 
 // What a rank has itself it does not send to itself, but for what each CTA would have to make anew (the deferred
@@ -204,10 +206,10 @@ DEVICE void publish(const Arguments& a, int region) {
   fence_alias();
 #endif
   constexpr int LATENT_CHUNKS = (L / 8 + 31) / 32, SHARED_CHUNKS = ((H - C) / 8 + 31) / 32;
-  const int lane = threadIdx.x & 31, first = (threadIdx.x >> 5) * gridDim.x + blockIdx.x;
+  const int lane = threadIdx.x & 31, first = (threadIdx.x >> 5) * CELLS + blockIdx.x;
   const int latent = a.rows * LATENT_CHUNKS, all = latent + a.rows * SHARED_CHUNKS;
   const u64 start = region * a.region_bytes;
-  for (int chunk = first; chunk < all; chunk += WARPS * gridDim.x) {
+  for (int chunk = first; chunk < all; chunk += WARPS * CELLS) {
     const bool is_latent = chunk < latent;
     const int number = is_latent ? chunk : chunk - latent;
     const int token = number / (is_latent ? LATENT_CHUNKS : SHARED_CHUNKS);
@@ -240,7 +242,7 @@ DEVICE void publish(const Arguments& a, int region) {
 DEVICE void clear(const Arguments& a, u32 used, int region) {
   const u64 start = (region == 0 ? 2 : region - 1) * a.region_bytes;
   const u32 rows = used >> 1, latent = rows * W * (L / 8), all = latent + rows * (H / 8);
-  for (u32 i = blockIdx.x * THREADS + threadIdx.x; i < all; i += gridDim.x * THREADS) {
+  for (u32 i = blockIdx.x * THREADS + threadIdx.x; i < all; i += CELLS * THREADS) {
     const bool is_latent = i < latent;
     const u32 at = is_latent ? i : i - latent, from = at / (is_latent ? L / 8 : C / 8) % W;
     if (from == a.rank && !(is_latent && used & 1)) continue;
@@ -783,19 +785,22 @@ DEVICE void finish(const Arguments& a, u64 call, const Units& units) {
     gather_ranks<0>(a, w, i / units.per_row, 4 * (units.first + i % units.per_row));
 }
 
-// Says that the call is done whole: after all clears and re-arms of all CTAs, with release. In two kernels every CTA of
-// the second adds its share (the first has ended by then), in one the last CTA, which resets what it was counted by.
+// Says that the call is done whole: after all clears and re-arms of all CTAs, with release. Every CTA of the last kernel
+// adds its share; where there are two the first has ended by then.
 DEVICE void complete(const Arguments& a) {
   sync_block();
-  if (threadIdx.x != 0) return;
-  Counters* counters = a.counters;
-#if K3_WHOLE
-  if (step(&counters->finished) != gridDim.x - 1) return;
-  store_gpu(&counters->finished, 0);
-  for (int i = 0; i < GROUPS; i++) store_gpu(&counters->arrived[i], 0);
-  add_release(&counters->completed, COMPLETIONS);
-#else
-  add_release(&counters->completed, blockIdx.x ? 1 : COMPLETIONS - (gridDim.x - 1));
+  if (threadIdx.x == 0) add_release(&a.counters->completed, blockIdx.x ? 1 : COMPLETIONS - (gridDim.x - 1));
+}
+
+// What one CTA does beside the others, waiting for none, in its first warp. It has a cell of its own.
+DEVICE void exchange_credits_of_call(const Arguments& a) {
+  if (threadIdx.x >= 32) return;
+  u64 call = 0;
+  if (threadIdx.x == 0) call = step(&a.counters->cells[CELLS]);
+  call = __shfl_sync(~0u, call, 0);
+  launch_dependents();
+#if K3_CREDITS
+  exchange_credits<W>(waiting(a, call), a.credits);
 #endif
 }
 
@@ -818,59 +823,54 @@ extern "C" __global__ void __launch_bounds__(BLOCK, AN_SM) tail_exchange(const _
 #elif K3_ENTRY == 2
 constexpr int FINISH_THREADS = K3_FINISH_THREADS;
 
-// Runs right behind tail_exchange. The first CTA exchanges credits, and waits for no kernel to do so.
-// Its number is in the cells: the CTAs of tail_exchange stepped theirs before they let
-// this kernel start, and the next call's can't step them before all CTAs here have let it.
+// Runs right behind tail_exchange; the last CTA, which waits for no kernel, beside it. The number is in the cells: the CTAs
+// of tail_exchange stepped theirs before they let this kernel start, and the next call's can't step them before all CTAs
+// here have let it.
 extern "C" __global__ void __launch_bounds__(FINISH_THREADS) tail_finish(const __grid_constant__ Arguments a) {
   __shared__ u64 number;
-  if (threadIdx.x == 0) number = load_gpu(&a.counters->cells[blockIdx.x % (GROUPS * SLICES)]) - 1;
+  const int last = gridDim.x - 1;
+  if (blockIdx.x == last) {
+    exchange_credits_of_call(a);
+    return complete(a);
+  }
+  if (threadIdx.x == 0) number = load_gpu(&a.counters->cells[blockIdx.x % CELLS]) - 1;
   __syncthreads();
   const u64 call = number;
   launch_dependents();
-  if (blockIdx.x == 0) {
-#if K3_CREDITS
-    exchange_credits<W>(waiting(a, call), a.credits, sync_block);
-#else
-    wait_for_predecessor();
-#endif
-  } else {
-    wait_for_predecessor();
-    const Units units{(int)((blockIdx.x - 1) * FINISH_THREADS + threadIdx.x), (int)((gridDim.x - 1) * FINISH_THREADS),
-                      a.rows * (C / 4), C / 4, 0};
-    finish(a, call, units);
-  }
+  wait_for_predecessor();
+  const Units units{(int)(blockIdx.x * FINISH_THREADS + threadIdx.x), last * FINISH_THREADS, a.rows * (C / 4), C / 4, 0};
+  finish(a, call, units);
   complete(a);
 }
 #elif K3_ENTRY == 3
-#if K3_CREDITS
-// Out of line, or the rest spills. Nobody runs beside this kernel: here they are in the next call's way.
-static __device__ __noinline__ void credits_at_the_end(const Arguments& a, u64 call) {
-  exchange_credits<W>(waiting(a, call), a.credits, sync_block);
-}
-#endif
-
 extern "C" __global__ void __launch_bounds__(BLOCK, AN_SM) tail_whole(const __grid_constant__ Arguments a) {
 #if K3_BOX_ROWS
-  if (threadIdx.x >= THREADS) return load_weights(a);
+  if (threadIdx.x >= THREADS) {
+    if (blockIdx.x < CELLS) load_weights(a);
+    return;
+  }
 #endif
+  if (blockIdx.x == CELLS) {
+    exchange_credits_of_call(a);
+    return complete(a);
+  }
   const u64 call = exchange(a);
   const int group = blockIdx.x / SLICES, slice = blockIdx.x % SLICES;
   sync_block();
   if (threadIdx.x == 0) {
+    // Two rounds on and on, so that nobody has to reset it: it can't be more than one round further.
     u32* arrived = &a.counters->arrived[group];
-    arrive(arrived);
+    const u32 before = step_around(arrived, 2 * SLICES), round = before / SLICES;
     const Waiting w = waiting(a, call);
     Patience patience;
-    while (acquire(arrived) != SLICES) patience.lose(w, PHASE_PARTIALS, 0, w.rank);
+    if (before % SLICES != SLICES - 1)
+      while (acquire(arrived) / SLICES == round) patience.lose(w, PHASE_PARTIALS, 0, w.rank);
   }
   sync_block();
   const int per_row = min(GROUP_TILES * 16, C - group * GROUP_TILES * 16) / 4;
   const Units units{(int)(slice * THREADS + threadIdx.x), SLICES * THREADS, a.rows * per_row, per_row,
                     group * GROUP_TILES * 4};
   finish(a, call, units);
-#if K3_CREDITS
-  if (blockIdx.x == 0) credits_at_the_end(a, call);
-#endif
   complete(a);
 }
 #elif K3_ENTRY == 4

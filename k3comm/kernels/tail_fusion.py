@@ -8,10 +8,10 @@ stands alone. Both give the same bits.
 the first term is not finite the second is zero.
 
 **The formal argument** (PTX memory model) that what a call empties is ordered before the peers' next stores there are
-credits: `exchange_credits` of mailbox.cuh, a release and an acquire at system scope a pair of ranks and call, by one
-CTA of the finish, which starts beside the exchange. Fences before the publications say the same and cost 0.9 to 1.9
-us a call on an H200 (docs/performance.md); what buys their place is one gather mailbox more. `credits=False` leaves
-them out, for measuring what they cost.
+credits: `exchange_credits` of mailbox.cuh, a release and an acquire at system scope a pair of ranks and call, by a CTA
+of its own beside the exchange. Fences before the publications say the same and cost 0.9 to 1.9 us a call on an H200
+(docs/performance.md); what buys their place is one gather mailbox more. `credits=False` leaves them out, for
+measuring what they cost.
 
 Not run on hardware: multicast (compiled, and the PTX inspected; all but the two `multimem.st` is the peer form's), and
 every architecture but sm_90a.
@@ -54,7 +54,7 @@ CREDITS: Final = COUNTER_BYTES - 8 * MAX_WORLD
 """Where the credits are in the counters."""
 
 COMPLETED: Final = 12 * MAX_CELLS // 8
-CREDITED: Final = COMPLETED + 3
+CREDITED: Final = COMPLETED + 1
 """Words of 8 bytes of the counters: COMPLETIONS for each call that is done whole; calls whose credits are in."""
 
 
@@ -380,7 +380,7 @@ class TailKernels:
                 for dtype in (None, *deferred):
                     self._first[form, tokens, dtype] = launch(
                         entry,
-                        geometry.blocks,
+                        geometry.blocks + (form is Form.WHOLE),
                         geometry.block,
                         geometry.shared_bytes(tokens),
                         tokens=tokens,

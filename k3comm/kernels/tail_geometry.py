@@ -34,7 +34,7 @@ MAX_WORLD: Final = 16
 """Ranks at most: length of the address lists in `Arguments`."""
 
 MAX_CELLS: Final = 256
-"""CTAs of the exchange at most: a cell of the counters each."""
+"""CTAs of the exchange at most, and the one for the credits: a cell of the counters each."""
 
 THREADS: Final = 512
 FINISH_THREADS: Final = 128
@@ -82,7 +82,8 @@ us up to 16 rows, five and more by 0.5 and more from 4 rows on; at world size 4,
 SM, two were faster by 0.1 to 0.3 us (docs/performance.md)."""
 
 WIDER_ROWS: Final = 1
-"""Rows up to which one box more is better: by 0.3 us at one row, with a link emulated; worse by 0.1 to 0.4 from two on."""
+"""Rows up to which one box more is better: by 0.3 us at one, with a link emulated, where from two on it is worse by 0.1
+to 0.4."""
 
 POLL_ROWS: Final = 8
 """Rows by which the cost of polling counts in the choice of a cut."""
@@ -150,7 +151,7 @@ class Geometry:
 
     @property
     def blocks(self) -> int:
-        """CTAs of the exchange, and of the one-kernel form."""
+        """CTAs of the exchange: a slice and a group each. The one-kernel form has one more, for the credits."""
         return self.slices * self.groups
 
     @property
@@ -211,9 +212,9 @@ class Geometry:
         return WINDOW + 1 if rows <= WIDER_ROWS else WINDOW
 
     def finish_blocks(self, rows: int, capacity: int) -> int:
-        """CTAs of the finish: one for the credits, and a thread for four columns of a row, as far as the grid is
-        resident at once."""
-        return 1 + min(-(-rows * self.columns // (4 * FINISH_THREADS)), FINISH_BLOCKS * capacity - 1)
+        """CTAs of the finish: a thread for four columns of a row, as far as the grid is resident at once, and one for
+        the credits."""
+        return min(-(-rows * self.columns // (4 * FINISH_THREADS)), FINISH_BLOCKS * capacity - 1) + 1
 
     @classmethod
     def choose(
@@ -227,7 +228,8 @@ class Geometry:
         Args:
             hidden_size, latent_size, world_size: H, L, W.
             arch: of `compile.ARCHITECTURES`.
-            capacity: CTAs that are resident at once for this rank: SMs, or a share of them where ranks share a GPU.
+            capacity: CTAs that are resident at once for this rank: SMs, or a share of them where ranks share a GPU. One
+                is for the credits.
             general: the general path in any case.
 
         Raises:
@@ -240,9 +242,9 @@ class Geometry:
         for name, size, multiple in (("hidden_size", hidden_size, 8 * world_size), ("latent_size", latent_size, 8)):
             if type(size) is not int or size < 1 or size % multiple:
                 raise InputError(f"{name}: {size!r} given; accepted are multiples of {multiple}")
-        if type(capacity) is not int or capacity < 1:
-            raise InputError(f"capacity: {capacity!r} given; accepted are whole numbers from 1")
-        cells = min(capacity, MAX_CELLS)
+        if type(capacity) is not int or capacity < 2:
+            raise InputError(f"capacity: {capacity!r} given; accepted are whole numbers from 2")
+        cells = min(capacity, MAX_CELLS) - 1
         if arch == "sm_90a" and not general:
             boxed = _box_cut(hidden_size // world_size, latent_size, world_size, arch, cells)
             if boxed is not None:
@@ -271,7 +273,7 @@ class Geometry:
                 best = cost, slices, width, group_tiles
         if best is None:
             raise InputError(
-                f"latent_size: {latent_size} given; accepted are up to {widest * cells} with {cells} resident blocks"
+                f"latent_size: {latent_size} given; accepted are up to {widest * cells} with {capacity} resident blocks"
             )
         _, slices, width, group_tiles = best
         return cls(

@@ -84,10 +84,10 @@ DEVICE void store_release(u64* p, u64 v) {
 DEVICE void add_release(u64* p, u64 v) {
   asm volatile("red.release.gpu.global.add.u64 [%0], %1;" :: "l"(p), "l"(v) : "memory");
 }
-DEVICE void arrive(u32* p) { asm volatile("red.release.gpu.global.add.u32 [%0], 1;" :: "l"(p) : "memory"); }
-DEVICE u32 step(u32* p) {
+// Counts from 0 to `around` - 1, and again.
+DEVICE u32 step_around(u32* p, u32 around) {
   u32 before;
-  asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], 1;" : "=r"(before) : "l"(p) : "memory");
+  asm volatile("atom.acq_rel.gpu.global.inc.u32 %0, [%1], %2;" : "=r"(before) : "l"(p), "r"(around - 1) : "memory");
   return before;
 }
 DEVICE u64 step(u64* p) {

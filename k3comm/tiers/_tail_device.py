@@ -5,10 +5,9 @@ the cache) and loaded, the mailboxes are emptied and the counters set to zero. A
 launches, and nothing in it is compiled, allocated for good or waited for, so it may be captured. The counters are on
 the device: replays of graphs, and eager calls between them, are one sequence.
 
-**Two kernels a call** (`FORM`): exchange and projection, then the finish. In a chain with programmatic dependent launch
-the next layer's weights start to load as soon as the first has left (docs/performance.md: about 1 us a call over one
-kernel for all); a call that stands alone would be faster in one. Both give the same bits, so the choice is no business
-of a layer's, and it stands here, the same for every rank.
+**Two kernels a call** with programmatic dependent launch: exchange and projection, then the finish. In a chain the next
+layer's weights start to load as soon as the first has left (docs/performance.md: 0.3 to 1 us a call over one kernel for
+all). **One kernel** without it. Both give the same bits, and ranks may differ in it.
 
 **Multicast or peers** is this rank's own choice: words arrive the same either way, so ranks that chose differently
 would still agree. Multicast is taken where torch's memory has the address and the facts leave it be. This project has
@@ -40,9 +39,6 @@ from k3comm.kernels.tail_geometry import Geometry
 from k3comm.tiers.device import multicast_verdict
 from k3comm.tiers.interface import TailCall, TierContext
 
-FORM: Final = Form.SPLIT
-"""Of every call; the module's docstring says why."""
-
 WEIGHT_DTYPES: Final = (torch.bfloat16, torch.float32)
 """Of experts' weights in a deferred call; which of them comes is not known before it does."""
 
@@ -53,6 +49,9 @@ class DeviceTail:
     Args:
         context: of the tier. memory: its memory, mapped.
         layout: of the mailboxes, which start at `context.offset`.
+
+    Attributes:
+        form: of every call.
 
     Raises:
         InputError: no kernel is made for this GPU, or it can't hold the shape.
@@ -70,6 +69,9 @@ class DeviceTail:
             layout.hidden_size, layout.latent_size, layout.world_size, arch=arch, capacity=capacity
         )
         settings = context.settings
+        if context.device_ranks > 1:
+            settings = attrs.evolve(settings, pdl=False)
+        self.form = Form.SPLIT if settings.pdl else Form.WHOLE
         self._kernels = TailKernels(
             self.geometry,
             rank=context.rank,
@@ -79,8 +81,8 @@ class DeviceTail:
             capacity=capacity,
             transport=self.transport,
             deferred=WEIGHT_DTYPES,
-            forms=(FORM,),
-            settings=settings if context.device_ranks == 1 else attrs.evolve(settings, pdl=False),
+            forms=(self.form,),
+            settings=settings,
         )
         self._watch = Watch(self._kernels.record, context.device, context.world_size, settings.poll_deadline)
         self.fill()
@@ -135,7 +137,7 @@ class DeviceTail:
             routed_scale=weights.routed_scale,
             next_norm_weight=call.next_norm_weight,
             normed=call.normed,
-            form=FORM,
+            form=self.form,
             lane=call.lane,
             layer=layer_word(call.layer, call.lane),
         )

@@ -583,10 +583,12 @@ def tail(
                     polled |= (bit := k.step(*one, early=soon))
                     k.covered |= k.step(*rearm, bit, early=soon, posted=posted)
         if visible == "credit" and "g" in stage:
-            # In a kernel of its own this runs from the start on: it needs nothing that the kernel before does.
-            soon, after, least = "r" not in stage, taken, n - size if fault == "one less" else n
+            # In a kernel or a CTA of its own this runs from the start on: it needs nothing that the kernel before does.
+            soon, after, least = "r" not in stage or word == "clears", taken, n - size if fault == "one less" else n
             if fault != "sent early":
-                after = seen or k.step("sees the completion word", await_value(done, n - size), taken, early=True)
+                after = (0 if soon else seen) or k.step(
+                    "sees the completion word", await_value(done, n - size), taken, early=True
+                )
             covers = {"sent early": n - size, "relaxed": 0}.get(fault, n)
             for p in others:
                 text, run = f"sends its credit to rank {p}", raise_to(credit(p, r), n)

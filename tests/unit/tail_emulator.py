@@ -111,7 +111,7 @@ class Recorded(TailKernels):
         self._first = {
             (form, fewer, kind): launch(
                 Entry.tail_whole if form is Form.WHOLE else Entry.tail_exchange,
-                geometry.blocks,
+                geometry.blocks + (form is Form.WHOLE),
                 threads(geometry) + (32 if geometry.box_rows else 0),
                 geometry.shared_bytes(tokens),  # one library serves calls of fewer rows too
             )

@@ -35,7 +35,7 @@ fenced = partial(tail, launches="r pg", word="all", visible="fence")
 credited = partial(tail, launches="r pg", word="all", visible="credit", depth=2)
 # The number is taken, and the next kernel let go, before the wait.
 credited_early = partial(credited, trigger="top", taken_at="early")
-# As the kernels do it: they publish and poll once the credits of the call before are in, and clear when it is done whole.
+# As the kernels do it: the credits of the call before open a call, and it clears once that one is done whole.
 shipped = partial(credited_early, word="clears")
 
 
@@ -81,6 +81,9 @@ RIGHT = {
     ),
     "tail, credits that open the next call, three ranks": partial(shipped, W=3, joined=True, reduced=True),
     "tail, one kernel, credits that open the next call": partial(shipped, launches="rpg", reduced=True),
+    "tail, one kernel, credits that open the next call, a foreign kernel": partial(
+        shipped, launches="rpg x", weak=True, reduced=True
+    ),
     "three regions, lazy": partial(mailbox),
     "three regions, lazy, rows in any sequence": partial(mailbox, m=EVERY_3),
     "three regions, lazy, also to itself": partial(mailbox, own=True, joined=True),

@@ -48,7 +48,7 @@ from k3comm.operations import TailArguments
 from k3comm.session import Session
 from k3comm.testing import ThreadExchange, machine_facts
 from k3comm.tiers import _tail_device, plugin
-from k3comm.tiers._tail_device import FORM, WEIGHT_DTYPES, DeviceTail, transport_of
+from k3comm.tiers._tail_device import WEIGHT_DTYPES, DeviceTail, transport_of
 from k3comm.tiers.interface import TailCall, TierContext
 from k3comm.tiers.self_check import check_sums
 from k3comm.tiers.tail_fusion import CHECKED_ROWS, Plugin
@@ -165,7 +165,7 @@ def test_how_the_kernels_are_made(noted: type[Noted]) -> None:
     (made,) = noted.made
     assert made["geometry"] == Geometry.choose(HIDDEN, LATENT, WORLD, arch=ROOM[0], capacity=ROOM[1])
     assert (made["rank"], made["eps"], made["capacity"], made["transport"]) == (1, 1e-5, ROOM[1], "peer")
-    assert (made["forms"], set(made["deferred"])) == ((FORM,), set(WEIGHT_DTYPES))
+    assert (made["forms"], set(made["deferred"])) == ((Form.SPLIT,), set(WEIGHT_DTYPES))
     assert (made["settings"].pdl, made["settings"].poll_deadline) == (True, 3.0)
     layout = MailboxLayout.of(SPEC, world_size=WORLD, max_rows=MAX_ROWS, lanes=LANES)
     for number, lane in enumerate(made["lanes"]):
@@ -187,11 +187,12 @@ def test_how_the_kernels_are_made(noted: type[Noted]) -> None:
 
 
 def test_ranks_that_share_a_gpu_get_a_share_and_no_pdl(noted: type[Noted]) -> None:
-    prepared(mapped(), device_ranks=2)
+    tier = prepared(mapped(), device_ranks=2)
     (made,) = noted.made
     assert made["capacity"] == ROOM[1] // 2 == 2
-    assert made["geometry"].blocks <= 2
+    assert made["geometry"].blocks == 1
     assert made["settings"].pdl is False
+    assert made["forms"] == (device_of(tier).form,) == (Form.WHOLE,)
 
 
 def test_mailboxes_are_emptied_and_nothing_else(noted: type[Noted]) -> None:
@@ -281,7 +282,7 @@ def test_a_call_goes_to_the_kernels_as_it_is(noted: type[Noted]) -> None:
     assert given["routed"].weights is deferred.weights
     assert given["routed"].rows.data_ptr() == deferred.rows.data_ptr()
     assert given["shared"] is call.shared
-    assert (given["form"], given["lane"], given["layer"]) == (FORM, 1, 9 | 1 << LANE_SHIFT)
+    assert (given["form"], given["lane"], given["layer"]) == (Form.SPLIT, 1, 9 | 1 << LANE_SHIFT)
     assert ctypes.c_int32(7 << LANE_SHIFT | (1 << LANE_SHIFT) - 1).value > 0  # as the kernels take it
     with pytest.raises(LookupError, match="without up_weight"):
         tier.run(zeros(2, weights=weights_of()))
@@ -501,8 +502,7 @@ def test_it_checks_itself_and_finds_a_wrong_sum(room: Room, monkeypatch: pytest.
         return found, launched, bool(check_sums(rank.tier, rank.context, 3, ordered=True))
 
     kinds = len(CHECKED_ROWS) * (1 + len(WEIGHT_DTYPES))
-    each = 2 if FORM is Form.SPLIT else 1
-    launched = LANES * (kinds * each + len(CHECKED_ROWS))  # and the next norms
+    launched = LANES * (2 * kinds + len(CHECKED_ROWS))  # and the next norms
     assert on_ranks(rank_of) == [(True, launched, False)] * WORLD
 
 
@@ -595,6 +595,5 @@ def test_it_wakes_up_with_empty_mailboxes(room: Room) -> None:
     assert on_ranks(rank_of) == [True] * WORLD
 
 
-def test_the_form_is_one_of_the_kernels_own() -> None:
-    assert FORM in Form
+def test_it_is_the_tier_s_plug_in() -> None:
     assert plugin(Tier.TAIL_FUSION) is Plugin

@@ -108,11 +108,11 @@ inline void meet() {  // all 32 lanes
 }
 inline void __syncwarp() { meet(); }
 template <typename T> T exchange_lanes(T v, int from) {
-  static_assert(sizeof(T) == 4);
-  memcpy(warp().words[current->thread.x % 32], &v, 4);
+  static_assert(sizeof(T) <= 8);
+  memcpy(warp().words[current->thread.x % 32], &v, sizeof(T));
   meet();
   T got;
-  memcpy(&got, warp().words[from & 31], 4);
+  memcpy(&got, warp().words[from & 31], sizeof(T));
   meet();
   return got;
 }
@@ -208,8 +208,7 @@ inline u64 load_gpu(const u64* p) { give_way(); return *p; }
 inline void pause_cycles(int) { give_way(); }
 inline void store_release(u64* p, u64 v) { *p = v; }
 inline void add_release(u64* p, u64 v) { *p += v; }
-inline void arrive(u32* p) { ++*p; }
-inline u32 step(u32* p) { return (*p)++; }
+inline u32 step_around(u32* p, u32 around) { const u32 before = *p; *p = (before + 1) % around; return before; }
 inline u64 step(u64* p) { return (*p)++; }
 inline u32 atomicCAS(u32* p, u32 expected, u32 v) { const u32 before = *p; if (before == expected) *p = v; return before; }
 inline void __threadfence_system() {}
