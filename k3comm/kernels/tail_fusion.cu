@@ -3,7 +3,7 @@
 //
 // The grid of `exchange` is GROUPS x SLICES CTAs, the same for every m. A CTA owns one slice of the latent columns and
 // one group of this rank's output columns (rows of W_up). It
-//   1 publishes its share of the latent and of the shared partial sums,
+//   1 publishes its share of the latent partial sums, and after stage 3 of the shared ones,
 //   2 clears its share of what the call before used,
 //   3 sums, over the ranks in rank order, its own slice of the latent mailbox: nobody hands it anything,
 //   4 multiplies s * g, as two BF16 terms, with its block of W_up. The norm's factor r is a number a row and comes later.
@@ -18,7 +18,8 @@
 // every small access waits behind it: 3 us), all of it once this CTA's polls are over; wgmma multiplies from there.
 //
 // A row's bits depend on nothing but the row and the geometry: no order of additions knows m.
-// A CTA publishes everything before it waits for anything, and the whole grid is resident, so no rank waits in a ring.
+// A CTA publishes its latent before it waits for anything, and its shared rows before it waits for anything but latent;
+// the whole grid is resident; so no rank waits in a ring.
 #include "mailbox.cuh"
 #if K3_BOX_ROWS
 #include "hopper.cuh"
@@ -199,41 +200,61 @@ static __device__ __noinline__ u32 turn(const Arguments& a, u64 call) {
   return load_gpu(&a.counters->rows[(call + 1) & 1]);
 }
 
-// Latent rows to every rank, shared rows by their columns to the rank that owns them, in chunks of 32 fragments a warp;
-// neighbouring chunks go to different CTAs, so that few rows use many SMs, the last warp of each coming last.
-DEVICE void publish(const Arguments& a, int region) {
+// Rows are published in chunks of 32 fragments a warp; neighbouring chunks go to different CTAs, so that few rows use many
+// SMs. The first chunk of a warp:
+DEVICE int first_chunk() { return (threadIdx.x >> 5) * CELLS + blockIdx.x; }
+
+// Latent rows, to every rank.
+DEVICE void publish_latent(const Arguments& a, int region) {
 #if K3_MULTICAST
   fence_alias();
 #endif
-  constexpr int LATENT_CHUNKS = (L / 8 + 31) / 32, SHARED_CHUNKS = ((H - C) / 8 + 31) / 32;
-  const int lane = threadIdx.x & 31, first = (threadIdx.x >> 5) * CELLS + blockIdx.x;
-  const int latent = a.rows * LATENT_CHUNKS, all = latent + a.rows * SHARED_CHUNKS;
-  const u64 start = region * a.region_bytes;
-  for (int chunk = first; chunk < all; chunk += WARPS * CELLS) {
-    const bool is_latent = chunk < latent;
-    const int number = is_latent ? chunk : chunk - latent;
-    const int token = number / (is_latent ? LATENT_CHUNKS : SHARED_CHUNKS);
-    int column = 8 * (number % (is_latent ? LATENT_CHUNKS : SHARED_CHUNKS) * 32 + lane);
-    const bool some = column < (is_latent ? L : H - C);
-    if (!is_latent && column >= a.rank * C) column += C;
-    uint4 v = make_uint4(0, 0, 0, 0);
-    if (is_latent) {
+  constexpr int CHUNKS = (L / 8 + 31) / 32;
+  for (int chunk = first_chunk(); chunk < a.rows * CHUNKS; chunk += WARPS * CELLS) {
+    const int token = chunk / CHUNKS, column = 8 * (chunk % CHUNKS * 32 + (threadIdx.x & 31));
+    const bool some = column < L;
 #if K3_DEFERRED
-      v = finalized(a.routed, a.routed_stride, a.index, a.expert_weights, a.top_k, token, column, some);
+    const uint4 v = finalized(a.routed, a.routed_stride, a.index, a.expert_weights, a.top_k, token, column, some);
 #else
-      if (some) v = load_l2(a.routed + 2 * (token * a.routed_stride + column), uint4());
+    uint4 v = make_uint4(0, 0, 0, 0);
+    if (some) v = load_l2(a.routed + 2 * (token * a.routed_stride + column), uint4());
 #endif
-    } else if (some) {
-      v = load_l2(a.shared_rows + 2 * (token * a.shared_stride + column), uint4());
-    }
-    if (!some) continue;
-    v = publishable(v);
-    if (is_latent) {
-      put_to_all<MAIL_OWN_LATENT>(a, a.latent, a.latent_all, start + 2 * ((u64)token * W * L + column), v);
-    } else {
-      link(a);
-      store_sys(a.shared[column / C] + start + 2 * ((u64)token * W * C + column % C), v);
-    }
+    if (some)
+      put_to_all<MAIL_OWN_LATENT>(a, a.latent, a.latent_all, region * a.region_bytes + 2 * ((u64)token * W * L + column),
+                                  publishable(v));
+  }
+}
+
+// Shared rows, by their columns, to the rank that owns them, unless that is this one. A thread's fragment of a chunk:
+struct SharedFragment {
+  bool some;
+  int token, column;
+  DEVICE SharedFragment(const Arguments& a, int chunk) {
+    constexpr int CHUNKS = ((H - C) / 8 + 31) / 32;
+    token = chunk / CHUNKS;
+    column = 8 * (chunk % CHUNKS * 32 + (threadIdx.x & 31));
+    some = token < a.rows && column < H - C;
+    if (column >= a.rank * C) column += C;
+  }
+  DEVICE uint4 load(const Arguments& a) const {
+    return some ? load_l2(a.shared_rows + 2 * (token * a.shared_stride + column), uint4()) : make_uint4(0, 0, 0, 0);
+  }
+  DEVICE void publish(const Arguments& a, int region, uint4 v) const {
+    if (!some) return;
+    link(a);
+    store_sys(a.shared[column / C] + region * a.region_bytes + 2 * ((u64)token * W * C + column % C), publishable(v));
+  }
+};
+
+// Once this thread has its share of the latent: nobody needs shared rows before the finish, and on the way they would be
+// in front of latent ones. `first` is of the first chunk, asked for early; there is hardly ever another one.
+DEVICE uint4 first_shared(const Arguments& a) { return SharedFragment(a, first_chunk()).load(a); }
+DEVICE void publish_shared(const Arguments& a, int region, uint4 first) {
+  SharedFragment(a, first_chunk()).publish(a, region, first);
+  for (int chunk = first_chunk() + WARPS * CELLS;; chunk += WARPS * CELLS) {
+    const SharedFragment more(a, chunk);
+    if (more.token >= a.rows) return;
+    more.publish(a, region, more.load(a));
   }
 }
 
@@ -440,8 +461,10 @@ DEVICE u64 exchange(const Arguments& a) {
   launch_dependents();
   wait_for_predecessor();
   if (threadIdx.x == THREADS - 1) said[1] = turn(a, call);
-  publish(a, region);
+  publish_latent(a, region);
+  const uint4 shared = first_shared(a);
   reduce_latent(a, call, region, slice, z, squares);
+  publish_shared(a, region, shared);
   __syncthreads();
   clear(a, (u32)said[1], region);
   sum_squares(a, group, slice, squares);
@@ -662,12 +685,16 @@ DEVICE u64 exchange(const Arguments& a) {
   launch_dependents();
   wait_for_predecessor();
   if (threadIdx.x == THREADS - 1) *(u32*)(memory + USED) = turn(a, call);
-  publish(a, region);
+  publish_latent(a, region);
+  constexpr bool EARLY = TOKENS <= 16;  // with more rows the registers do not suffice, and the products give time
+  const uint4 shared = EARLY ? first_shared(a) : make_uint4(0, 0, 0, 0);
   float gain[8] = {};
   if (a.norm) load_vector(gain, a.norm, column, a.flags & NORM_FP32);
   reduce_latent(a, call, region, slice, gain, memory);
+  if (EARLY) publish_shared(a, region, shared);
   sync_block();
   project(a, group, slice, memory, [&] {
+    if (!EARLY) publish_shared(a, region, first_shared(a));
     sum_squares(a, group, slice, memory);
     clear(a, *(const u32*)(memory + USED), region);
   });

@@ -81,7 +81,7 @@ WINDOW: Final = 3
 us up to 16 rows, five and more by 0.5 and more from 4 rows on; at world size 4, where the weights of two CTAs fit an
 SM, two were faster by 0.1 to 0.3 us (docs/performance.md)."""
 
-WIDER_ROWS: Final = 1
+WIDER_ROWS: Final = 2
 """Rows up to which one box more is better: by 0.3 us at one, with a link emulated, where from two on it is worse by 0.1
 to 0.4."""
 

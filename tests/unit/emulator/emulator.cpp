@@ -101,8 +101,8 @@ extern "C" int emulate(int ranks, int kernels, const Kernel* what, const unsigne
           rank.blocks.push_back(std::make_unique<Block>());
           Block* b = rank.blocks.back().get();
           b->threads = b->live = k.block;
-          // The first CTA is late more often: it has duties that no other one waits for.
-          if (skew && c == 0 && random() % 3 == 0) b->still = random() % 2000;
+          // The last CTA is late more often: it has duties that no other one waits for.
+          if (skew && c == k.grid - 1 && random() % 3 == 0) b->still = random() % 2000;
           b->memory.assign(k.shared + 128, (char)0xFF);  // NaN
           b->warps.resize((k.block + 31) / 32);
           for (int t = 0; t < k.block; t++) {
