@@ -3,7 +3,7 @@
 //
 // The grid of `exchange` is GROUPS x SLICES CTAs, the same for every m. A CTA owns one slice of the latent columns and
 // one group of this rank's output columns (rows of W_up). It
-//   1 publishes its share of the latent partial sums, and after stage 3 of the shared ones,
+//   1 publishes its share of the latent and of the shared partial sums, of many rows the latter beside stage 4,
 //   2 clears its share of what the call before used,
 //   3 sums, over the ranks in rank order, its own slice of the latent mailbox: nobody hands it anything,
 //   4 multiplies s * g, as two BF16 terms, with its block of W_up. The norm's factor r is a number a row and comes later.
@@ -201,7 +201,9 @@ static __device__ __noinline__ u32 turn(const Arguments& a, u64 call) {
 }
 
 // Rows are published in chunks of 32 fragments a warp; neighbouring chunks go to different CTAs, so that few rows use many
-// SMs. The first chunk of a warp:
+// SMs. A warp has every AT_ONCE_CHUNKS-th: of the latent ones, and of the shared ones behind them, so that few rows use
+// many warps too.
+constexpr int LATENT_CHUNKS = (L / 8 + 31) / 32, SHARED_CHUNKS = ((H - C) / 8 + 31) / 32, AT_ONCE_CHUNKS = WARPS * CELLS;
 DEVICE int first_chunk() { return (threadIdx.x >> 5) * CELLS + blockIdx.x; }
 
 // Latent rows, to every rank.
@@ -209,9 +211,8 @@ DEVICE void publish_latent(const Arguments& a, int region) {
 #if K3_MULTICAST
   fence_alias();
 #endif
-  constexpr int CHUNKS = (L / 8 + 31) / 32;
-  for (int chunk = first_chunk(); chunk < a.rows * CHUNKS; chunk += WARPS * CELLS) {
-    const int token = chunk / CHUNKS, column = 8 * (chunk % CHUNKS * 32 + (threadIdx.x & 31));
+  for (int chunk = first_chunk(); chunk < a.rows * LATENT_CHUNKS; chunk += AT_ONCE_CHUNKS) {
+    const int token = chunk / LATENT_CHUNKS, column = 8 * (chunk % LATENT_CHUNKS * 32 + (threadIdx.x & 31));
     const bool some = column < L;
 #if K3_DEFERRED
     const uint4 v = finalized(a.routed, a.routed_stride, a.index, a.expert_weights, a.top_k, token, column, some);
@@ -225,36 +226,18 @@ DEVICE void publish_latent(const Arguments& a, int region) {
   }
 }
 
-// Shared rows, by their columns, to the rank that owns them, unless that is this one. A thread's fragment of a chunk:
-struct SharedFragment {
-  bool some;
-  int token, column;
-  DEVICE SharedFragment(const Arguments& a, int chunk) {
-    constexpr int CHUNKS = ((H - C) / 8 + 31) / 32;
-    token = chunk / CHUNKS;
-    column = 8 * (chunk % CHUNKS * 32 + (threadIdx.x & 31));
-    some = token < a.rows && column < H - C;
+// Shared rows, by their columns, to the rank that owns them, unless that is this one. Nobody needs them before the finish.
+DEVICE void publish_shared(const Arguments& a, int region) {
+  int chunk = first_chunk() - a.rows * LATENT_CHUNKS;
+  while (chunk < 0) chunk += AT_ONCE_CHUNKS;
+  for (; chunk < a.rows * SHARED_CHUNKS; chunk += AT_ONCE_CHUNKS) {
+    const int token = chunk / SHARED_CHUNKS;
+    int column = 8 * (chunk % SHARED_CHUNKS * 32 + (threadIdx.x & 31));
+    if (column >= H - C) continue;
     if (column >= a.rank * C) column += C;
-  }
-  DEVICE uint4 load(const Arguments& a) const {
-    return some ? load_l2(a.shared_rows + 2 * (token * a.shared_stride + column), uint4()) : make_uint4(0, 0, 0, 0);
-  }
-  DEVICE void publish(const Arguments& a, int region, uint4 v) const {
-    if (!some) return;
+    const uint4 v = load_l2(a.shared_rows + 2 * (token * a.shared_stride + column), uint4());
     link(a);
     store_sys(a.shared[column / C] + region * a.region_bytes + 2 * ((u64)token * W * C + column % C), publishable(v));
-  }
-};
-
-// Once this thread has its share of the latent: nobody needs shared rows before the finish, and on the way they would be
-// in front of latent ones. `first` is of the first chunk, asked for early; there is hardly ever another one.
-DEVICE uint4 first_shared(const Arguments& a) { return SharedFragment(a, first_chunk()).load(a); }
-DEVICE void publish_shared(const Arguments& a, int region, uint4 first) {
-  SharedFragment(a, first_chunk()).publish(a, region, first);
-  for (int chunk = first_chunk() + WARPS * CELLS;; chunk += WARPS * CELLS) {
-    const SharedFragment more(a, chunk);
-    if (more.token >= a.rows) return;
-    more.publish(a, region, more.load(a));
   }
 }
 
@@ -462,9 +445,8 @@ DEVICE u64 exchange(const Arguments& a) {
   wait_for_predecessor();
   if (threadIdx.x == THREADS - 1) said[1] = turn(a, call);
   publish_latent(a, region);
-  const uint4 shared = first_shared(a);
+  publish_shared(a, region);
   reduce_latent(a, call, region, slice, z, squares);
-  publish_shared(a, region, shared);
   __syncthreads();
   clear(a, (u32)said[1], region);
   sum_squares(a, group, slice, squares);
@@ -686,15 +668,15 @@ DEVICE u64 exchange(const Arguments& a) {
   wait_for_predecessor();
   if (threadIdx.x == THREADS - 1) *(u32*)(memory + USED) = turn(a, call);
   publish_latent(a, region);
-  constexpr bool EARLY = TOKENS <= 16;  // with more rows the registers do not suffice, and the products give time
-  const uint4 shared = EARLY ? first_shared(a) : make_uint4(0, 0, 0, 0);
+  // Many rows of latent take a while on a link, and are waited for; the products give shared ones time.
+  constexpr bool SHARED_AT_ONCE = TOKENS <= 16;
+  if (SHARED_AT_ONCE) publish_shared(a, region);
   float gain[8] = {};
   if (a.norm) load_vector(gain, a.norm, column, a.flags & NORM_FP32);
   reduce_latent(a, call, region, slice, gain, memory);
-  if (EARLY) publish_shared(a, region, shared);
   sync_block();
   project(a, group, slice, memory, [&] {
-    if (!EARLY) publish_shared(a, region, first_shared(a));
+    if (!SHARED_AT_ONCE) publish_shared(a, region);
     sum_squares(a, group, slice, memory);
     clear(a, *(const u32*)(memory + USED), region);
   });
