@@ -200,44 +200,46 @@ static __device__ __noinline__ u32 turn(const Arguments& a, u64 call) {
   return load_gpu(&a.counters->rows[(call + 1) & 1]);
 }
 
-// Rows are published in chunks of 32 fragments a warp; neighbouring chunks go to different CTAs, so that few rows use many
-// SMs. A warp has every AT_ONCE_CHUNKS-th: of the latent ones, and of the shared ones behind them, so that few rows use
-// many warps too.
-constexpr int LATENT_CHUNKS = (L / 8 + 31) / 32, SHARED_CHUNKS = ((H - C) / 8 + 31) / 32, AT_ONCE_CHUNKS = WARPS * CELLS;
-DEVICE int first_chunk() { return (threadIdx.x >> 5) * CELLS + blockIdx.x; }
-
-// Latent rows, to every rank.
-DEVICE void publish_latent(const Arguments& a, int region) {
+// Latent rows to every rank, shared rows by their columns to the rank that owns them, unless that is this one. In chunks
+// of 32 fragments a warp; neighbouring chunks go to different CTAs, and shared ones come behind the latent ones, so that
+// few rows use many SMs and warps.
+template <bool LATENT, bool SHARED>
+DEVICE void publish(const Arguments& a, int region) {
 #if K3_MULTICAST
   fence_alias();
 #endif
-  for (int chunk = first_chunk(); chunk < a.rows * LATENT_CHUNKS; chunk += AT_ONCE_CHUNKS) {
-    const int token = chunk / LATENT_CHUNKS, column = 8 * (chunk % LATENT_CHUNKS * 32 + (threadIdx.x & 31));
-    const bool some = column < L;
-#if K3_DEFERRED
-    const uint4 v = finalized(a.routed, a.routed_stride, a.index, a.expert_weights, a.top_k, token, column, some);
-#else
+  constexpr int LATENT_CHUNKS = (L / 8 + 31) / 32, SHARED_CHUNKS = ((H - C) / 8 + 31) / 32, STEP = WARPS * CELLS;
+  const int lane = threadIdx.x & 31, latent = a.rows * LATENT_CHUNKS;
+  const int last = SHARED ? latent + a.rows * SHARED_CHUNKS : latent;
+  const u64 start = region * a.region_bytes;
+  int chunk = (threadIdx.x >> 5) * CELLS + blockIdx.x;
+  if (!LATENT)
+    while (chunk < latent) chunk += STEP;
+  for (; chunk < last; chunk += STEP) {
+    const bool is_latent = LATENT && (!SHARED || chunk < latent);
+    const int number = is_latent ? chunk : chunk - latent;
+    const int token = number / (is_latent ? LATENT_CHUNKS : SHARED_CHUNKS);
+    int column = 8 * (number % (is_latent ? LATENT_CHUNKS : SHARED_CHUNKS) * 32 + lane);
+    const bool some = column < (is_latent ? L : H - C);
+    if (!is_latent && column >= a.rank * C) column += C;
     uint4 v = make_uint4(0, 0, 0, 0);
-    if (some) v = load_l2(a.routed + 2 * (token * a.routed_stride + column), uint4());
+    if (is_latent) {
+#if K3_DEFERRED
+      v = finalized(a.routed, a.routed_stride, a.index, a.expert_weights, a.top_k, token, column, some);
+#else
+      if (some) v = load_l2(a.routed + 2 * (token * a.routed_stride + column), uint4());
 #endif
-    if (some)
-      put_to_all<MAIL_OWN_LATENT>(a, a.latent, a.latent_all, region * a.region_bytes + 2 * ((u64)token * W * L + column),
-                                  publishable(v));
-  }
-}
-
-// Shared rows, by their columns, to the rank that owns them, unless that is this one. Nobody needs them before the finish.
-DEVICE void publish_shared(const Arguments& a, int region) {
-  int chunk = first_chunk() - a.rows * LATENT_CHUNKS;
-  while (chunk < 0) chunk += AT_ONCE_CHUNKS;
-  for (; chunk < a.rows * SHARED_CHUNKS; chunk += AT_ONCE_CHUNKS) {
-    const int token = chunk / SHARED_CHUNKS;
-    int column = 8 * (chunk % SHARED_CHUNKS * 32 + (threadIdx.x & 31));
-    if (column >= H - C) continue;
-    if (column >= a.rank * C) column += C;
-    const uint4 v = load_l2(a.shared_rows + 2 * (token * a.shared_stride + column), uint4());
-    link(a);
-    store_sys(a.shared[column / C] + region * a.region_bytes + 2 * ((u64)token * W * C + column % C), publishable(v));
+    } else if (some) {
+      v = load_l2(a.shared_rows + 2 * (token * a.shared_stride + column), uint4());
+    }
+    if (!some) continue;
+    v = publishable(v);
+    if (is_latent) {
+      put_to_all<MAIL_OWN_LATENT>(a, a.latent, a.latent_all, start + 2 * ((u64)token * W * L + column), v);
+    } else {
+      link(a);
+      store_sys(a.shared[column / C] + start + 2 * ((u64)token * W * C + column % C), v);
+    }
   }
 }
 
@@ -444,8 +446,7 @@ DEVICE u64 exchange(const Arguments& a) {
   launch_dependents();
   wait_for_predecessor();
   if (threadIdx.x == THREADS - 1) said[1] = turn(a, call);
-  publish_latent(a, region);
-  publish_shared(a, region);
+  publish<true, true>(a, region);
   reduce_latent(a, call, region, slice, z, squares);
   __syncthreads();
   clear(a, (u32)said[1], region);
@@ -667,16 +668,15 @@ DEVICE u64 exchange(const Arguments& a) {
   launch_dependents();
   wait_for_predecessor();
   if (threadIdx.x == THREADS - 1) *(u32*)(memory + USED) = turn(a, call);
-  publish_latent(a, region);
   // Many rows of latent take a while on a link, and are waited for; the products give shared ones time.
   constexpr bool SHARED_AT_ONCE = TOKENS <= 16;
-  if (SHARED_AT_ONCE) publish_shared(a, region);
+  publish<true, SHARED_AT_ONCE>(a, region);
   float gain[8] = {};
   if (a.norm) load_vector(gain, a.norm, column, a.flags & NORM_FP32);
   reduce_latent(a, call, region, slice, gain, memory);
   sync_block();
   project(a, group, slice, memory, [&] {
-    if (!SHARED_AT_ONCE) publish_shared(a, region);
+    if (!SHARED_AT_ONCE) publish<false, true>(a, region);
     sum_squares(a, group, slice, memory);
     clear(a, *(const u32*)(memory + USED), region);
   });
