@@ -47,6 +47,8 @@ test test-unit test-distributed test-slow test-gpu test-shared-gpu: export GLOO_
 test test-unit test-distributed test-slow test-gpu test-shared-gpu: export NCCL_NVLS_ENABLE := 0
 test test-unit test-distributed test-slow test-gpu test-shared-gpu: export TORCH_SYMM_MEM_DISABLE_MULTICAST := 1
 test test-unit test-distributed test-slow test-gpu test-shared-gpu: export NVSHMEM_DISABLE_NVLS := 1
+# Empty is unset: compiled modules are kept, or every rank and worker compiles the package, the tests and pytest's anew.
+test test-unit test-distributed test-slow test-gpu test-shared-gpu: export PYTHONDONTWRITEBYTECODE :=
 
 test:  ## the unit tests, then the distributed suite for each world size in WORLDS
 	@$(MAKE) --no-print-directory test-unit

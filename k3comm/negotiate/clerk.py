@@ -24,7 +24,10 @@ from k3comm.negotiate.threads import start_thread
 T = TypeVar("T")
 
 STORE_ANSWER = 5.0
-"""Seconds after which a store that does not answer is taken for lost."""
+"""Seconds after which a store that does not answer is taken for lost; of those in which this process itself runs."""
+
+LOOKS = 10
+"""So often it looks meanwhile for how long it was itself held up: stopped, or on a machine that stood still."""
 
 
 class StoreLostError(Exception):
@@ -65,15 +68,25 @@ class Clerk:
         self._jobs.put((question, answer))
         asked = time.monotonic()
         try:
-            try:
-                return answer.result(STORE_ANSWER)
-            except TimeoutError:
-                if not self._was_stopped(asked):
-                    raise
-                return answer.result(STORE_ANSWER)  # the host is asked only now
+            return self._within(answer)
         except Exception as error:  # a store's own errors are of many kinds, and a time-out is one more
             self.lost = True
             raise StoreLostError(describe(error), self._was_stopped(asked)) from error
+
+    @staticmethod
+    def _within(answer: Future[T]) -> T:
+        """The answer in time, or TimeoutError. What a look takes longer than asked, the clerk was held up too."""
+        part, waited = STORE_ANSWER / LOOKS, 0.0
+        while True:
+            start = time.monotonic()
+            try:
+                return answer.result(part)
+            except TimeoutError:
+                if answer.done():  # only just, or the error is the store's own
+                    return answer.result()
+                waited += min(time.monotonic() - start, part)
+                if waited >= STORE_ANSWER:
+                    raise
 
     @staticmethod
     def _was_stopped(asked: float) -> bool:

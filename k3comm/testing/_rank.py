@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import faulthandler
 import fcntl
+import gc
 import io
 import multiprocessing
 import os
@@ -82,6 +83,8 @@ def decode(data: bytes) -> Any:
 
 def rank_main(job: Job, rank: int, channel: Connection, streams: Sequence[Connection]) -> None:
     global _context
+    # What the fork server imported stays: to search it for garbage takes 0.1 s, and a copy of each of its pages.
+    gc.freeze()
     _end_with_parent()
     # Ctrl-C reaches the whole terminal group. The parent alone answers it.
     signal.signal(signal.SIGINT, signal.SIG_IGN)

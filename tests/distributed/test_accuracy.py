@@ -1,5 +1,7 @@
 """The numerics classes at Kimi-K3's widths, pooled over enough rows for every figure that is promised."""
 
+from itertools import pairwise
+
 import attrs
 import pytest
 import torch
@@ -23,6 +25,14 @@ def pooled(meter: reference.AccuracyMeter) -> reference.Accuracy:
     return total.result()
 
 
+def rows_of_all(own: torch.Tensor, shares: list[int]) -> torch.Tensor:
+    """This rank's share of every rank's rows, [W, rows, n], for `own` [m, n]."""
+    rows = shares[dist.get_rank()]
+    out = own.new_empty(len(shares) * rows, own.shape[1])
+    dist.all_to_all_single(out, own, [rows] * len(shares), shares)
+    return out.view(len(shares), rows, -1)
+
+
 def measured(
     comm: k3comm.Communicator,
     arms: list[tuple[Tier, bool]],
@@ -44,21 +54,26 @@ def measured(
         )
         for number, (tier, precise) in enumerate(arms)
     }
-    share = slice(rank * ROWS_A_CALL // world_size, (rank + 1) * ROWS_A_CALL // world_size)
-    for seed in range(1, 1 + reference.POOL_ROWS // ROWS_A_CALL):
-        case = reference.random_case(
-            world_size, ROWS_A_CALL, spec.hidden_size, spec.latent_size, dtype=comm.dtype, seed=seed, layer=layer
+    ends = [number * ROWS_A_CALL // world_size for number in range(world_size + 1)]
+    shares = [end - start for start, end in pairwise(ends)]
+    share = slice(ends[rank], ends[rank + 1])
+    for number in range(reference.POOL_ROWS // ROWS_A_CALL):
+        # Each rank draws what is its own, and sends the others their shares of it.
+        seed = 1 + number * world_size + rank
+        own = reference.random_case(
+            1, ROWS_A_CALL, spec.hidden_size, spec.latent_size, dtype=comm.dtype, seed=seed, layer=layer
         )
-        mine = attrs.evolve(
-            case, routed=case.routed[:, share], shared=case.shared[:, share], residual=case.residual[share]
-        )
+        (routed,), (shared,), residual = own.routed, own.shared, own.residual
+        dist.broadcast(residual, src=0)
+        parts = {"routed": rows_of_all(routed, shares), "shared": rows_of_all(shared, shares)}
+        mine = attrs.evolve(own, **parts, residual=residual[share])
         truth = mine.truth()
         for numerics, meter in model_meters.items():
             meter.add(mine.model(numerics), truth, mine.residual)
         for (tier, precise), meter in meters.items():
             tail = tails[tier, precise]
             plan = tail.plan(ROWS_A_CALL, tier=tier)
-            out = tail(case.routed[rank], case.shared[rank], case.residual, plan=plan)
+            out = tail(routed, shared, residual, plan=plan)
             meter.add(out[share], truth, mine.residual)
     found = {arm: pooled(meter) for arm, meter in meters.items()}
     assert {accuracy.rows for accuracy in found.values()} == {reference.POOL_ROWS}

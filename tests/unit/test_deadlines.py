@@ -1,5 +1,6 @@
 """A rank that is late, stopped, killed or raising in a round: every rank ends, soon, alike, with the rank's name."""
 
+import ctypes
 import gc
 import itertools
 import os
@@ -598,6 +599,7 @@ def test_other_groups_or_stores_are_one_text(argument: str, text: str) -> None:
 
 def over_destroyed(argument: str) -> str:
     gone = dist.new_group([0, 1])
+    dist.barrier()  # or one closes while the other still connects
     dist.destroy_process_group(gone)
     if argument == "group":
         return negotiated(gone, short(20))
@@ -640,13 +642,33 @@ def test_who_ends_a_round_stays_until_the_others_have_read_why() -> None:
     assert left.is_set()
 
 
-def test_a_process_that_was_stopped_asks_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its time-out has passed when it goes on, though the host never was the reason."""
+@pytest.mark.parametrize("seconds", [0.8, 1.8])
+def test_a_process_that_was_stopped_waits_on(seconds: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The limit has passed when it goes on, once or three times over, though the host never was the reason."""
     monkeypatch.setattr(clerk, "STORE_ANSWER", 0.5)
     one = clerk.Clerk(dist.HashStore())
-    monkeypatch.setattr(clerk.Clerk, "_was_stopped", staticmethod(lambda asked: True))
-    assert one.ask(lambda store: time.sleep(0.7) or "here") == "here"
-    monkeypatch.setattr(clerk.Clerk, "_was_stopped", staticmethod(lambda asked: False))
+
+    def held_up(store: dist.Store) -> str:
+        for _ in range(2):
+            ctypes.PyDLL(None).usleep(int(seconds / 2 * 1e6))  # with the interpreter's lock: no thread runs
+        time.sleep(0.1)
+        return "here"
+
+    start = time.monotonic()
+    assert one.ask(held_up) == "here"
+    assert time.monotonic() - start > seconds
     with pytest.raises(clerk.StoreLostError):
         one.ask(lambda store: time.sleep(0.7))
+    one.dismiss()
+
+
+def test_a_stores_own_time_out_is_no_reason_to_wait() -> None:
+    def refuse(store: dist.Store) -> None:
+        raise TimeoutError("its own")
+
+    one = clerk.Clerk(dist.HashStore())
+    start = time.monotonic()
+    with pytest.raises(clerk.StoreLostError, match="its own"):
+        one.ask(refuse)
+    assert time.monotonic() - start < clerk.STORE_ANSWER
     one.dismiss()
