@@ -13,7 +13,8 @@ The block of a rank, per lane (a micro-batch in flight), at the same offsets on 
     3 x shared  [max_rows, W, H/W] BF16    [:, r]: rank r's shared partial sum in the columns that this rank owns
     2 x gather  [max_rows, H]      BF16    columns of r: the finished columns that rank r owns
 
-Rows come first, so what m rows use is a prefix. Clearing, and why this is right:
+On GPUs a rank's own places stay empty, but for its latent of a deferred finalize and where multicast stores write: what
+it has itself it reads where it is. Rows come first, so what m rows use is a prefix. Clearing, and why this is right:
 
 - latent and shared, lazy, three regions: call n uses region g(n), stepped 0, 1, 2, and empties region g(n-1), the bytes
   that call n-1 used. A peer writes there next in call n+2, which it reaches only after this rank has published call
@@ -24,7 +25,7 @@ Rows come first, so what m rows use is a prefix. Clearing, and why this is right
 
 Emptying has to be seen by a peer before it writes there. On the host, `begin` orders what a rank emptied before what it
 publishes next. On GPUs that order costs a fence in every call's way; so there a rank tells each peer, beside call n+1,
-that it is done with call n, and the peer ends its call n+1 only when it knows: "credits" (kernels/mailbox.cuh). Hence
+that it is done with call n, and the peer begins its call n+2 only when it knows: "credits" (kernels/mailbox.cuh). Hence
 the second gather mailbox: what call n empties there is written again in call n+2.
 
 It rests on: every rank fills its block, then a barrier, then the first call; every rank takes part in every call, with
