@@ -289,12 +289,14 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Ranks]:
     return make
 
 
-def ask(group: Ranks, case: reference.Case, m: int, form: Form, **options: Any) -> list[Tensor]:
-    """Has every rank make one call of the first m rows, next in its list."""
+def ask(
+    group: Ranks, case: reference.Case, m: int, form: Form, *, deferred: Sequence[Deferred] = (), **options: Any
+) -> list[Tensor]:
+    """Has every rank make one call of the first m rows, next in its list; of what is `deferred` if that is given."""
     outs = outputs(group.geometry, m)
     for rank, tail in enumerate(group.tails):
         tail(
-            routed=case.routed[rank, :m],
+            routed=deferred[rank] if deferred else case.routed[rank, :m],
             shared=case.shared[rank, :m],
             residual=None if case.residual is None else case.residual[:m],
             up_weight=case.up_weight,
@@ -472,18 +474,7 @@ def test_deferred_finalize_gives_the_bits_of_a_ready_sum(
         expected = ask(ready, case, m, Form.SPLIT)
         assert ready.run() == 0
         for form in Form:
-            outs = outputs(g, m)
-            for rank, tail in enumerate(later.tails):
-                tail(
-                    routed=given[rank],
-                    shared=case.shared[rank],
-                    residual=case.residual,
-                    up_weight=case.up_weight,
-                    sharded=False,
-                    norm_weight=case.norm_weight,
-                    out=outs[rank],
-                    form=form,
-                )
+            outs = ask(later, case, m, form, deferred=given)
             assert later.run() == 0
             assert all(torch.equal(out, expected[0]) for out in outs)
 
@@ -495,20 +486,9 @@ def turns(group: Ranks, libraries: Sequence[Any]) -> bool:
         m = (5, 3, 4, 5, 2)[number % 5]
         case, expected = exact(group, m, number)
         group.library = libraries[kind]
-        outs = outputs(group.geometry, m)
-        for rank, tail in enumerate(group.tails):
-            rows = case.routed[rank]
-            routed = Deferred(rows, torch.ones(m), torch.arange(m, dtype=torch.int32), m) if kind else rows
-            tail(
-                routed=routed,
-                shared=case.shared[rank],
-                residual=case.residual,
-                up_weight=case.up_weight,
-                sharded=False,
-                norm_weight=case.norm_weight,
-                out=outs[rank],
-                form=list(Form)[number % 2],
-            )
+        order = torch.arange(m, dtype=torch.int32)
+        deferred = [Deferred(rows, torch.ones(m), order, m) for rows in case.routed] if kind else []
+        outs = ask(group, case, m, list(Form)[number % 2], deferred=deferred)
         if group.run(seed=number, skew=3) != 0 or not all(torch.equal(out, expected) for out in outs):
             return False
         group.library.land()
