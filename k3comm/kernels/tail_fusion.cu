@@ -810,6 +810,8 @@ DEVICE void exchange_credits_of_call(const Arguments& a) {
   launch_dependents();
 #if K3_CREDITS
   exchange_credits<W>(waiting(a, call), a.credits);
+#else
+  wait_for_predecessor();  // or its share of the completion word would stand for one of the call before
 #endif
 }
 
