@@ -66,6 +66,7 @@ shared16() { tests shared16 300 16 "${D}/test_tail_cuda.py" --shared-gpu -k "not
 kernels() { run kernels 150 "${PYTHON}" benchmarks/tail_lab.py numerics ranks stop; }
 sanitize() { run sanitize 240 "${PYTHON}" benchmarks/tail_lab.py sanitize; }
 figures() { run figures 120 "${PYTHON}" benchmarks/tail_lab.py bench; }
+stages() { run stages 120 "${PYTHON}" benchmarks/tail_stages.py; }
 nccl() { tests nccl 300 "${GPUS}" "${D}/test_cuda.py" ${DEVICE} --nccl; }
 tiers() { tests tiers 250 "${GPUS}" "${D}/test_tiers.py" --nccl; }
 doctor() { run doctor 60 bash -c 'ranks "$@"' ranks "${GPUS}" -m k3comm doctor --device cuda; }
@@ -86,8 +87,8 @@ overlap() {
 IFS=, read -ra DEVICES <<<"${CUDA_VISIBLE_DEVICES:-$(seq -s, 0 $((GPUS - 1)))}"
 
 ONE_GPU="launch kernels sanitize shared2 shared4 shared8 shared16" # tests on one GPU, in any company
-ALONE="nccl tiers doctor overlap figures bench prefill" # all GPUs, or figures
-PAIR="nccl tiers overlap bench prefill"                # two GPUs at least
+ALONE="nccl tiers doctor overlap figures stages bench prefill" # all GPUs, or figures
+PAIR="nccl tiers overlap bench prefill"                       # two GPUs at least
 
 chosen="${*:-${ONE_GPU} ${ALONE}}"
 for section in ${chosen}; do
@@ -121,8 +122,8 @@ for section in ${chosen}; do
     esac
 done
 wait
-for log in figures bench prefill overlap_us; do
-    if [ -s "${OUT}/${log}.log" ]; then tail -40 "${OUT}/${log}.log"; fi
+for log in figures stages bench prefill overlap_us; do
+    if [ -s "${OUT}/${log}.log" ]; then tail -45 "${OUT}/${log}.log"; fi
 done
 cat "${OUT}/sections.txt"
 ! grep -qE 'FAILED|LATE' "${OUT}/sections.txt"

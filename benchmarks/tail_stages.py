@@ -1,0 +1,591 @@
+"""A timeline of the fused tail's kernels, and what each stage costs. Prints short tables last; all figures to $OUT.
+
+    PYTHONPATH=. python benchmarks/tail_stages.py                   # both sections
+    PYTHONPATH=. python benchmarks/tail_stages.py stages link       # one of them, with a link emulated
+
+    stages      when each stage is over, by clock stamps in the kernels, and how fast the weights are read
+    left-out    the same chain without stamps, and without one stage at a time: what a call takes then
+
+    link        each publication is 0.6 us late, as NVLink would make it
+    isolated    before each call a kernel writes twice the L2 cache: a call that finds nothing there
+
+Both are of the two-kernel form on sm_90a's path, in loopback (tail_lab.py), in chains of 192 calls in a graph. The
+kernels are built from copies of their source in which a few places are changed (`STAMPED`, `LEFT_OUT`); a place that is
+not there exactly once is an error, here and in tests/unit/test_tail_stages.py.
+
+**Stamps** are %globaltimer, read by the first thread of a CTA (another one asks about the calls before, and a warp of
+its own reads the weights), so what no barrier stands in front of is that thread's own share. They are counted from when
+the last CTA of the call before has said that it is done; `isolated`, from when the first CTA of the call itself starts.
+They cost something themselves: what a call takes without them is in the other section. How far the clock moves at a
+time is printed.
+
+**Left out**: results are garbage, and nothing may hang. For the mailboxes that rests on kernel boundaries: on one GPU
+no kernel of a call empties or publishes anything before the kernels of the call before have ended, with all that they
+stored, whether anybody has waited for it or not. Differences don't add up: stages overlap.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from functools import cache
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import attrs
+import tail_lab as lab
+import torch
+from torch import Tensor
+
+from k3comm.kernels import tail_fusion
+from k3comm.kernels.compile import FOLDER, KernelVariant, compile_kernel
+from k3comm.kernels.tail_fusion import Entry, Form, kernel_variant
+from k3comm.kernels.tail_geometry import FINISH_BLOCKS, STRIPE, TILE, Geometry
+
+WORLD = 2
+CALLS = 192
+"""Of a chain."""
+
+KEPT = 64
+"""The last calls of a chain, whose stamps are kept."""
+
+EDGE = 8
+"""The very last ones, which are not looked at: fewer and fewer calls come behind them."""
+
+REPLAYS = 11
+
+# Sources
+
+
+class Edit(NamedTuple):
+    """A place of tail_fusion.cu, and what stands there instead."""
+
+    old: str
+    new: str
+
+
+def behind(place: str, more: str) -> Edit:
+    return Edit(place, f"{place} {more}")
+
+
+def before(place: str, more: str) -> Edit:
+    return Edit(place, f"{more} {place}")
+
+
+def edited(source: str, edits: Sequence[Edit]) -> str:
+    """Raises ValueError for a place that is not there exactly once."""
+    for old, new in edits:
+        if source.count(old) != 1:
+            raise ValueError(f"tail_fusion.cu has this {source.count(old)} times, and not once: {old!r}")
+        source = source.replace(old, new)
+    return source
+
+
+def write_sources(folder: Path, edits: Sequence[Edit]) -> Path:
+    """The kernels' sources in `folder`, which is made, with the edits in them."""
+    folder.mkdir(parents=True)
+    for path in FOLDER.glob("*.cuh"):
+        shutil.copy(path, folder)
+    source = (FOLDER / "tail_fusion.cu").read_text(encoding="utf-8")
+    (folder / "tail_fusion.cu").write_text(edited(source, edits), encoding="utf-8")
+    return folder
+
+
+# Stamps
+
+
+@attrs.frozen
+class Stage:
+    """What a stamp says.
+
+    Attributes:
+        words: for the table.
+        where: "exchange", "finish", or "credits", the last CTA of the finish.
+        time: whether it is a time.
+        always: whether every CTA comes by.
+    """
+
+    words: str
+    where: str
+    time: bool = True
+    always: bool = True
+
+
+STAGES = {
+    "ASKED": Stage("first box of weights asked for", "exchange"),
+    "BEGUN": Stage("exchange starts", "exchange"),
+    "FREED": Stage("the kernel before is over", "exchange"),
+    "TURN": Stage("all calls before are done whole", "exchange"),
+    "PUBLISHED": Stage("latent published", "exchange"),
+    "LATENT": Stage("every word of the latent seen", "exchange"),
+    "OPENED": Stage("the window opens", "exchange", always=False),
+    "AHEAD": Stage("  boxes asked for by then", "exchange", time=False, always=False),
+    "ALL_ASKED": Stage("last box of weights asked for", "exchange"),
+    "LANDED": Stage("last box of weights there", "exchange"),
+    "ISSUED": Stage("products issued", "exchange"),
+    "EMPTIED": Stage("the call before is emptied", "exchange"),
+    "MADE": Stage("products made", "exchange"),
+    "ENDED": Stage("exchange has ended", "exchange"),
+    "CREDITS": Stage("exchange of credits starts", "credits"),
+    "CREDITED": Stage("credits are in", "credits"),
+    "STARTED": Stage("finish starts", "finish"),
+    "KNOWN": Stage("the finish knows of that end", "finish"),
+    "RECEIVED": Stage("partial sums, shared rows there", "finish"),
+    "SENT": Stage("columns published", "finish"),
+    "GATHERED": Stage("columns of all others seen", "finish"),
+    "DONE": Stage("said to be done", "finish"),
+}
+"""In the kernels `AT_` stands before the names. A count of zero boxes is none, and so is a time of zero."""
+
+SLOTS = {name: slot for slot, name in enumerate(STAGES)}
+
+_DEFINED = f"""\
+constexpr int KEPT = {KEPT}, STAMPS = {len(STAGES)};
+enum Stamp : int {{ {", ".join(f"AT_{name}" for name in STAGES)} }};
+// [KEPT, CTAs, STAMPS] of the exchange and then of the finish, where only a finalize would look for its weights.
+DEVICE void stamp(const Arguments& a, u64 call, Stamp which, u64 value) {{
+#if K3_ENTRY == 2
+  const u64 place = KEPT * CELLS + call % KEPT * gridDim.x + blockIdx.x;
+#else
+  const u64 place = call % KEPT * CELLS + blockIdx.x;
+#endif
+  ((volatile u64*)a.expert_weights)[place * STAMPS + which] = value;
+}}
+DEVICE void stamp(const Arguments& a, u64 call, Stamp which) {{
+  if (threadIdx.x == 0) stamp(a, call, which, nanoseconds());
+}}
+
+"""
+
+STAMPED = (
+    before("DEVICE Waiting waiting(const Arguments& a, u64 call) {", _DEFINED),
+    # The exchange. The number of the call is read anew each time: kept, it would cost registers.
+    behind("  u64 mine = 0, credited = 0;", "const u64 began = nanoseconds();"),
+    Edit(
+        "  if (threadIdx.x == THREADS - 1) *(u32*)(memory + USED) = turn(a, call);",
+        """\
+  if (threadIdx.x == 0) stamp(a, call, AT_BEGUN, began);
+  stamp(a, call, AT_FREED);
+  if (threadIdx.x == THREADS - 1) {
+    *(u32*)(memory + USED) = turn(a, call);
+    stamp(a, call, AT_TURN, nanoseconds());
+  }""",
+    ),
+    behind("  publish<true, SHARED_AT_ONCE>(a, region);", "stamp(a, *number, AT_PUBLISHED);"),
+    Edit(
+        "  project(a, group, slice, memory, [&] {",
+        "  stamp(a, *number, AT_LATENT);\n  project(a, group, slice, memory, [&] { stamp(a, *number, AT_ISSUED);",
+    ),
+    Edit(
+        "clear(a, *(const u32*)(memory + USED), region);\n  });",
+        """\
+clear(a, *(const u32*)(memory + USED), region);
+    stamp(a, *number, AT_EMPTIED);
+  });
+  stamp(a, *number, AT_ENDED);""",
+    ),
+    behind("  product_wait<0>(sum);", "stamp(a, *(const u64*)(memory + NUMBER), AT_MADE);"),
+    # Its loading warp. All lanes look for what has landed: for one of them that would take longer than the last boxes.
+    # The number of the call is there once the thread that took it has opened the window.
+    Edit(
+        "  if (lane == 0) {\n    const u64 policy = evict_first();",
+        """\
+  u64 asked = 0, opened = 0, all_asked = 0, ahead = 0;
+  if (lane == 0) {
+    const u64 policy = evict_first();
+    asked = nanoseconds();""",
+    ),
+    Edit(
+        "        if (look_shared(open)) window = BOXES;",
+        "        if (look_shared(open)) { window = BOXES; opened = nanoseconds(); ahead = i; }",
+    ),
+    Edit(
+        "weights + LANDED + 8 * place, policy);\n    }\n  }\n",
+        """\
+weights + LANDED + 8 * place, policy);
+    }
+    all_asked = nanoseconds();
+  }
+  __syncwarp();
+  for (int i = BOXES - RING_BOXES + lane; i < BOXES; i += 32)
+    barrier_wait(weights + LANDED + 8 * (i % RING_BOXES), i / RING_BOXES & 1);
+  __syncwarp();
+  if (lane == 0) {
+    const u64 landed = nanoseconds();
+    while (!look_shared(open)) {}
+    const u64 call = *(volatile u64*)(memory + NUMBER);
+    stamp(a, call, AT_ASKED, asked);
+    stamp(a, call, AT_OPENED, opened);
+    stamp(a, call, AT_AHEAD, ahead);
+    stamp(a, call, AT_ALL_ASKED, all_asked);
+    stamp(a, call, AT_LANDED, landed);
+  }
+""",
+    ),
+    # The finish.
+    behind("  __shared__ u64 number;", "const u64 began = nanoseconds();"),
+    before(
+        "  const Units units{(int)(blockIdx.x * FINISH_THREADS + threadIdx.x)",
+        "  if (threadIdx.x == 0) stamp(a, call, AT_STARTED, began);\n  stamp(a, call, AT_KNOWN);\n",
+    ),
+    behind("  add_ranks<COUNT, uint2>(total, from, w, PHASE_SHARED, token);", "stamp(a, call, AT_RECEIVED);"),
+    # The next two places are all of a loop, and what is behind them is behind the loop.
+    behind(
+        "    finish_unit(a, call, region, i / units.per_row, 4 * (units.first + i % units.per_row));",
+        "\n  stamp(a, call, AT_SENT);",
+    ),
+    behind(
+        "    gather_ranks<0>(a, w, i / units.per_row, 4 * (units.first + i % units.per_row));",
+        "\n  stamp(a, call, AT_GATHERED);",
+    ),
+    Edit("complete(a);\n}\n#elif K3_ENTRY == 3", "complete(a);\n  stamp(a, call, AT_DONE);\n}\n#elif K3_ENTRY == 3"),
+    behind("  call = __shfl_sync(~0u, call, 0);", "stamp(a, call, AT_CREDITS);"),
+    behind("  exchange_credits<W>(waiting(a, call), a.credits);", "stamp(a, call, AT_CREDITED);"),
+)
+
+
+# What is left out
+
+
+@attrs.frozen
+class Without:
+    """How a stage is left out: by options of TailKernels, or by edits of the source."""
+
+    edits: tuple[Edit, ...] = ()
+    options: Mapping[str, Any] = attrs.field(factory=dict)
+
+
+LEFT_OUT = {
+    # The products are then of what lies in shared memory; of 64 rows a few registers spill.
+    "no weights read": Without(options={"weights": False}),
+    # For a chain on one GPU kernel boundaries do what they are for.
+    "no credits": Without(options={"credits": False}),
+    # Each word is looked at once, and taken for what it is: the products begin earlier, and all weights are asked for
+    # earlier. What is late comes before the kernel ends; the next call empties it all the same, behind that end.
+    "no wait for latent": Without(
+        (
+            Edit("    if (missing < 0) return;", "    return;"),
+            Edit(
+                "    receive<FIRST>(v, from, w, phase, token);",
+                "    if (phase != PHASE_LATENT) receive<FIRST>(v, from, w, phase, token);",
+            ),
+        )
+    ),
+    # Neither looked at nor waited for; zeros are copied out, and the words emptied. In loopback the thread that empties
+    # a word is the one that has published it, so none comes late; and nobody looks any more.
+    "no gather": Without(
+        (
+            Edit(
+                "  ask<FIRST>(v, from);\n  receive<FIRST>(v, from, w, PHASE_GATHER, token);",
+                "#pragma unroll\n  for (int i = 0; i < COUNT; i++) v[i] = make_uint2(0, 0);",
+            ),
+        )
+    ),
+    # Weights are waited for and room is made for them as ever; the sums stay zero.
+    "no products": Without(
+        (
+            Edit(
+                "      product(sum, left + ((i % RING * GROUP_ROWS * 128 + 32 * k) >> 4),"
+                " right + ((i * N * 128 + 32 * k) >> 4));",
+                "      {}",
+            ),
+        )
+    ),
+    # Nor the squares. Products are made all the same; the finish still begins behind the exchange.
+    "no partial sums": Without(
+        (
+            Edit("a.partials[((u64)token * SLICES + slice) * C + to + 8 * (i >> 1)] = v;", "(void)v;"),
+            Edit(
+                "sum += squares[token * STRIPES + i];\n  a.squares[(group * MAX_ROWS + token) * SLICES + slice] = sum;",
+                "sum += squares[token * STRIPES + i];\n  (void)sum;",
+            ),
+            Edit("v[s] = load_partial(partials + (u64)s * C);", "v[s] = make_float4(0, 0, 0, 0);"),
+            Edit("four = load_partial(squares + s);", "four = make_float4(0, 0, 0, 0);"),
+            Edit("square[s] = __uint_as_float(load_l2(squares + s, u32()));", "square[s] = 0.0f;"),
+            Edit("more = load_partial(partials + (u64)s * C);", "more = make_float4(0, 0, 0, 0);"),
+            Edit("sum += __uint_as_float(load_l2(squares + s, u32()));", ""),
+        )
+    ),
+    # It is still counted, or the next call would wait for ever; only without order, which the kernel's end gives too.
+    "no release": Without((Edit("add_release(&a.counters->completed, ", "atomicAdd(&a.counters->completed, "),)),
+}
+"""The stages. What is waited for and not named (shared rows, completion, credits) is waited for as ever."""
+
+
+# Kernels
+
+
+def variants(cut: Geometry, folder: Path = FOLDER, **options: Any) -> list[KernelVariant]:
+    """What TailKernels makes of sources in `folder` for the two-kernel form, without a finalize."""
+    found = [kernel_variant(cut, Entry.tail_exchange, tokens=tokens, **options) for tokens in cut.tokens]
+    found += [kernel_variant(cut, entry, **options) for entry in (Entry.tail_finish, Entry.tail_next_norm)]
+    return [attrs.evolve(variant, folder=folder) for variant in found]
+
+
+def compile_all(todo: Sequence[KernelVariant]) -> None:
+    """On all cores, beforehand, each once; the loading finds them on disk."""
+    start, todo = time.time(), list(dict.fromkeys(todo))
+    with ProcessPoolExecutor(min(16, os.cpu_count() or 1), mp_context=get_context("spawn")) as pool:
+        made = list(pool.map(compile_kernel, todo, [variant.archs[0] for variant in todo]))
+    took = sum(kernel.seconds for kernel in made)
+    lab.say(f"{len(todo)} kernels, {took:.1f} s of work, there in {time.time() - start:.1f} s")
+
+
+@contextlib.contextmanager
+def built_from(folder: Path) -> Iterator[None]:
+    """TailKernels that are made inside are made of the sources in `folder`."""
+    shipped = tail_fusion.kernel_variant
+
+    def changed(*args: Any, **kind: Any) -> KernelVariant:
+        return attrs.evolve(shipped(*args, **kind), folder=folder)
+
+    tail_fusion.kernel_variant = changed
+    try:
+        yield
+    finally:
+        tail_fusion.kernel_variant = shipped
+
+
+def rank_of(cut: Geometry, folder: Path, stamps: Tensor | None = None, **options: Any) -> lab.Rank:
+    with built_from(folder):
+        one = lab.loopback(lab.K3, WORLD, cut=cut, forms=(Form.SPLIT,), **options)
+    if stamps is not None:
+        one.tail._arguments[0].expert_weights = stamps.data_ptr()  # calls without a finalize leave it as it is
+    return one
+
+
+# Chains
+
+
+@attrs.frozen
+class Kind:
+    """What the command line asks for: `link`, `isolated`."""
+
+    link: bool = False
+    isolated: bool = False
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Of TailKernels."""
+        return {"link_cycles": lab.LINK_CYCLES} if self.link else {}
+
+
+@cache
+def layers() -> list[lab.Data]:
+    return [lab.Data(WORLD, 64, lab.K3, 900 + n) for n in range(lab.LAYERS)]
+
+
+@cache
+def twice_the_cache() -> Tensor:
+    nbytes = 2 * torch.cuda.get_device_properties(0).L2_cache_size
+    return torch.empty(nbytes, dtype=torch.uint8, device="cuda")
+
+
+class Chain:
+    """CALLS calls of m rows in a graph, the residual of each the result before; of `one`, or of nothing but the kernels
+    in front of them."""
+
+    def __init__(self, one: lab.Rank | None, m: int, kind: Kind) -> None:
+        outs = [torch.empty(m, lab.K3[0], dtype=lab.BF16, device="cuda") for _ in range(2)]
+
+        def act(calls: int) -> None:
+            for call in range(calls):
+                if kind.isolated:
+                    twice_the_cache().fill_(call % 7)
+                if one is None:
+                    continue
+                given = layers()[call % lab.LAYERS].arguments(one.rank, slice(m))
+                if call:
+                    given["residual"] = outs[(call + 1) % 2]
+                one.tail(**given, out=outs[call % 2], form=Form.SPLIT)
+
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            act(3)
+        torch.cuda.current_stream().wait_stream(stream)
+        torch.cuda.synchronize()
+        self.outs, self.graph = outs, torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self.graph):
+            act(CALLS)
+
+    def replay(self) -> float:
+        """Microseconds a call."""
+        first, last = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        first.record()
+        self.graph.replay()
+        last.record()
+        torch.cuda.synchronize()
+        return float(first.elapsed_time(last)) * 1e3 / CALLS
+
+    def median(self) -> float:
+        self.replay()
+        return statistics.median(self.replay() for _ in range(REPLAYS))
+
+
+# When each stage is over
+
+
+def blank(cut: Geometry, capacity: int) -> Tensor:
+    """Room for the stamps of every grid up to MAX_ROWS rows."""
+    return torch.zeros(KEPT * (cut.blocks + FINISH_BLOCKS * capacity) * len(STAGES), dtype=torch.int64)
+
+
+def by_kernel(stamps: Tensor, cut: Geometry, finish_blocks: int) -> dict[str, Tensor]:
+    """int64 [KEPT, CTAs, STAMPS], calls in order, by `Stage.where`."""
+    places = KEPT * cut.blocks * len(STAGES), KEPT * finish_blocks * len(STAGES)
+    exchange = stamps[: places[0]].view(KEPT, cut.blocks, -1)
+    finish = stamps[places[0] : sum(places)].view(KEPT, finish_blocks, -1)
+    oldest = int(exchange[:, 0, SLOTS["BEGUN"]].argmin())
+    exchange, finish = exchange.roll(-oldest, 0), finish.roll(-oldest, 0)
+    return {"exchange": exchange, "finish": finish[:, :-1], "credits": finish[:, -1:]}
+
+
+def missing(parts: Mapping[str, Tensor]) -> list[str]:
+    """Stages that every CTA comes by in every call, and one was not seen to."""
+    always = [(name, parts[stage.where][..., SLOTS[name]]) for name, stage in STAGES.items() if stage.always]
+    return [name for name, stamps in always if not bool(stamps.all())]
+
+
+def timeline(parts: Mapping[str, Tensor], isolated: bool) -> dict[str, list[float]]:
+    """Of each stage the least, the median and the greatest CTA, as medians over calls; ns."""
+    begun, done = parts["exchange"][..., SLOTS["BEGUN"]], parts["finish"][..., SLOTS["DONE"]]
+    zero = begun[1:-EDGE].amin(1) if isolated else done[: -EDGE - 1].amax(1)
+    found = {}
+    for name, stage in STAGES.items():
+        calls = []
+        for stamps, start in zip(parts[stage.where][1:-EDGE, :, SLOTS[name]], zero, strict=True):
+            # Differences of integers: a float can't tell today's nanoseconds apart.
+            values = sorted((stamps[stamps > 0] - (start if stage.time else 0)).tolist())
+            if values:
+                calls.append((values[0], values[len(values) // 2], values[-1]))
+        if calls:
+            found[name] = [float(statistics.median(column)) for column in zip(*calls, strict=True)]
+    return found
+
+
+def reading(parts: Mapping[str, Tensor], cut: Geometry) -> dict[str, float]:
+    """TB/s of the shard of weights, from the first box asked for to the last one there: for the median CTA, as if all
+    took as long as it does, and from the first CTA to the last. Medians over calls."""
+    first, last = (parts["exchange"][1:-EDGE, :, SLOTS[name]] for name in ("ASKED", "LANDED"))
+    spans = {"median CTA": (last - first).median(1).values, "all CTAs": last.amax(1) - first.amin(1)}
+    nbytes = 2 * cut.columns * cut.latent_size
+    return {name: nbytes / float(span.median()) / 1e3 for name, span in spans.items()}
+
+
+def clock_step(parts: Mapping[str, Tensor]) -> int:
+    """The least difference between two stamps, ns."""
+    times = [slot for slot, stage in enumerate(STAGES.values()) if stage.time]
+    every = torch.cat([part[..., times].flatten() for part in parts.values()]).unique()
+    return int(every[every > 0].diff().min())
+
+
+def stages(kind: Kind, cut: Geometry, folder: Path) -> None:
+    source = write_sources(folder / "stamped", STAMPED)
+    compile_all(variants(cut, source, link=kind.link))
+    boxes = cut.slice_width // STRIPE * (cut.group_tiles * TILE // cut.box_rows)
+    stamps = blank(cut, lab.sms()).cuda()
+    timelines: list[dict[str, list[float]]] = []
+    rates: dict[str, list[float]] = {}
+    taken: list[float] = []
+    for window, options in {"window as shipped": {}, "all at once": {"window": boxes}}.items():
+        one = rank_of(cut, source, stamps, **kind.options, **options)
+        for m in lab.BENCH_ROWS:
+            chain = Chain(one, m, kind)
+            for _ in range(3):
+                chain.replay()
+            stamps.zero_()
+            us = chain.replay()
+            parts = by_kernel(stamps.cpu(), cut, cut.finish_blocks(m, lab.sms()))
+            lab.check(not missing(parts), f"{window}, m {m}: a stamp is missing: {', '.join(missing(parts))}")
+            found, rate, step = timeline(parts, kind.isolated), reading(parts, cut), clock_step(parts)
+            lab.results[f"stages {window} m {m}"] = {
+                "us_with_stamps": us,
+                "clock_step_ns": step,
+                "least_median_greatest_ns": {STAGES[name].words.strip(): ns for name, ns in found.items()},
+                "weights_tb_s": rate,
+            }
+            for span, tb in rate.items():
+                rates.setdefault(f"{window}, {span}", []).append(tb)
+            if options:
+                continue
+            timelines.append(found)
+            taken.append(us)
+            print(f"\nm {m}: {us:.2f} us a call with stamps; the clock moves by {step} ns; least, median, greatest CTA")
+            print(
+                "\n".join(f"  {STAGES[name].words:<34}" + "".join(f"{t:9.0f}" for t in found[name]) for name in found)
+            )
+    since = "it starts" if kind.isolated else "the call before"
+    lab.summary.append(f"{f'median CTA, ns after {since}':<36}" + "".join(f"{f'm={m}':>8}" for m in lab.BENCH_ROWS))
+    for name, stage in STAGES.items():
+        medians = [f"{found[name][1]:8.0f}" if name in found else f"{'-':>8}" for found in timelines]
+        lab.summary.append(f"  {stage.words:<34}" + "".join(medians))
+    lab.summary.append(f"{'us a call with stamps':<36}" + "".join(f"{us:8.2f}" for us in taken))
+    lab.summary.append("weights read, TB/s, from the first box asked for to the last one there")
+    lab.summary.extend(f"  {name:<34}" + "".join(f"{tb:8.2f}" for tb in row) for name, row in rates.items())
+
+
+# Without a stage
+
+
+def left_out(kind: Kind, cut: Geometry, folder: Path) -> None:
+    arms = {"whole": Without(), **LEFT_OUT, "whole, again": Without()}  # the last one shows how far times wander
+    sources = {name: write_sources(folder / name, arm.edits) if arm.edits else FOLDER for name, arm in arms.items()}
+    compile_all([v for name, arm in arms.items() for v in variants(cut, sources[name], link=kind.link, **arm.options)])
+    table: dict[str, list[float]] = {}
+    for name, arm in arms.items():
+        one = rank_of(cut, sources[name], **kind.options, **arm.options)
+        table[name] = [Chain(one, m, kind).median() for m in lab.BENCH_ROWS]
+        lab.say(f"{name}: {' '.join(f'{us:.2f}' for us in table[name])}")
+    if kind.isolated:
+        table["the kernels in front alone"] = [Chain(None, 1, kind).median()] * len(lab.BENCH_ROWS)
+    lab.summary.append(f"{'us a call, and more than whole':<32}" + "".join(f"{f'm={m}':>14}" for m in lab.BENCH_ROWS))
+    for name, row in table.items():
+        for m, us, whole in zip(lab.BENCH_ROWS, row, table["whole"], strict=True):
+            lab.results[f"left out: {name}, m {m}"] = {"median_us": us, "more_us": us - whole}
+        pairs = zip(row, table["whole"], strict=True)
+        lab.summary.append(f"  {name:<30}" + "".join(f"{us:7.2f}{us - whole:+7.2f}" for us, whole in pairs))
+
+
+SECTIONS: dict[str, Callable[[Kind, Geometry, Path], None]] = {"stages": stages, "left-out": left_out}
+KINDS = tuple(attrs.fields_dict(Kind))
+
+
+def main() -> None:
+    start = time.time()
+    for name, value in lab.ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    arguments = sys.argv[1:]
+    unknown = [name for name in arguments if name not in (*SECTIONS, *KINDS)]
+    if unknown:
+        raise SystemExit(f"{', '.join(unknown)}: not known; there are {', '.join((*SECTIONS, *KINDS))}")
+    kind = Kind(**{name: name in arguments for name in KINDS})
+    lab.say(f"{torch.cuda.get_device_name()}, {lab.sms()} SMs, torch {torch.__version__}, {kind}")
+    cut = lab.geometry(lab.K3, WORLD, lab.sms())
+    if not cut.box_rows:
+        raise SystemExit(f"{lab.arch()}: this is about sm_90a's path")
+    with tempfile.TemporaryDirectory() as folder:
+        for name in [name for name in SECTIONS if name in arguments] or SECTIONS:
+            with lab.section(name):
+                SECTIONS[name](kind, cut, Path(folder))
+    out = os.environ.get("OUT")
+    if out:
+        kinds = [name for name in KINDS if getattr(kind, name)]
+        given = {"kind": attrs.asdict(kind), "world": WORLD, "results": lab.results, "failures": lab.failures}
+        Path(out, f"{'-'.join(['tail_stages', *kinds])}.json").write_text(json.dumps(given, indent=1))
+    print("\n".join(["", *lab.summary, *(f"FAILED {text[:300]}" for text in lab.failures[:20])]), flush=True)
+    print(f"{len(lab.failures)} failures, {time.time() - start:.0f} s", flush=True)
+    os._exit(bool(lab.failures))
+
+
+if __name__ == "__main__":
+    main()
