@@ -66,8 +66,11 @@ REPLAYS = 11
 # Sources
 
 
+SOURCES = ("tail_fusion.cu", "tail_hopper.cuh")
+
+
 class Edit(NamedTuple):
-    """A place of tail_fusion.cu, and what stands there instead."""
+    """A place of SOURCES, and what stands there instead."""
 
     old: str
     new: str
@@ -81,13 +84,14 @@ def before(place: str, more: str) -> Edit:
     return Edit(place, f"{more} {place}")
 
 
-def edited(source: str, edits: Sequence[Edit]) -> str:
-    """Raises ValueError for a place that is not there exactly once."""
+def edited(sources: Sequence[str], edits: Sequence[Edit]) -> list[str]:
+    """Raises ValueError for a place that is not there exactly once in all of them."""
     for old, new in edits:
-        if source.count(old) != 1:
-            raise ValueError(f"tail_fusion.cu has this {source.count(old)} times, and not once: {old!r}")
-        source = source.replace(old, new)
-    return source
+        count = sum(source.count(old) for source in sources)
+        if count != 1:
+            raise ValueError(f"{', '.join(SOURCES)} have this {count} times, and not once: {old!r}")
+        sources = [source.replace(old, new) for source in sources]
+    return list(sources)
 
 
 def write_sources(folder: Path, edits: Sequence[Edit]) -> Path:
@@ -95,8 +99,9 @@ def write_sources(folder: Path, edits: Sequence[Edit]) -> Path:
     folder.mkdir(parents=True)
     for path in FOLDER.glob("*.cuh"):
         shutil.copy(path, folder)
-    source = (FOLDER / "tail_fusion.cu").read_text(encoding="utf-8")
-    (folder / "tail_fusion.cu").write_text(edited(source, edits), encoding="utf-8")
+    sources = [(FOLDER / name).read_text(encoding="utf-8") for name in SOURCES]
+    for name, source in zip(SOURCES, edited(sources, edits), strict=True):
+        (folder / name).write_text(source, encoding="utf-8")
     return folder
 
 

@@ -41,6 +41,13 @@ THREADS = 64
 
 HERE = Path(__file__).parent / "emulator"
 
+SOURCES = {
+    "tail_fusion.cu": "tail_fusion.cpp",
+    "tail_general.cuh": "tail_general.cuh",
+    "tail_hopper.cuh": "tail_hopper.cuh",
+}
+"""What declares shared memory, and its copy's name."""
+
 SHARED = {
     r"extern __shared__ __align__\(\d+\) char memory\[\];": "char* memory = dynamic_shared();",
     r"__shared__ u64 number;": "u64& number = *fixed_shared<u64>(0);",
@@ -64,13 +71,16 @@ def build(
     folder: Path, geometry: Geometry, tokens: int, expert_weights: torch.dtype | None = None, ring: int = 0
 ) -> Any:
     """The kernels for one geometry as a library; with `ring` stripes of weights in shared memory, where not all."""
-    source = (FOLDER / "tail_fusion.cu").read_text(encoding="utf-8")
-    for pattern, replacement in SHARED.items():
-        source, count = re.subn(pattern, replacement, source)
-        assert count, pattern
-    assert "__shared__" not in re.sub(r"//.*", "", source)
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "tail_fusion.cpp").write_text(source, encoding="utf-8")
+    unused = set(SHARED)
+    for name, copy in SOURCES.items():
+        source = (FOLDER / name).read_text(encoding="utf-8")
+        for pattern, replacement in SHARED.items():
+            source, count = re.subn(pattern, replacement, source)
+            unused -= {pattern} if count else set()
+        assert "__shared__" not in re.sub(r"//.*", "", source)
+        (folder / copy).write_text(source, encoding="utf-8")
+    assert not unused
     shutil.copy(FOLDER / "mailbox.cuh", folder)
     for name in ("words.cuh", "hopper.cuh", "emulator.cpp"):
         shutil.copy(HERE / name, folder)

@@ -203,7 +203,7 @@ def test_variants_have_names_of_their_own() -> None:
 
 def test_no_store_to_a_multicast_address_but_multimem() -> None:
     """The two addresses go to `store_all` alone, and nothing creates a multicast object."""
-    source = (FOLDER / "tail_fusion.cu").read_text(encoding="utf-8")
+    source = "".join((FOLDER / name).read_text(encoding="utf-8") for name in tail_emulator.SOURCES)
     code = re.sub(r"//.*", "", source)
     assert len(re.findall(r"latent_all", code)) == 2
     assert len(re.findall(r"gather_all", code)) == 2
@@ -621,7 +621,7 @@ def mutate(change: tuple[str, str], folder: Path) -> None:
     found = False
     for path in FOLDER.glob("*.cu*"):
         text = path.read_text(encoding="utf-8")
-        if path.name in ("tail_fusion.cu", "mailbox.cuh"):
+        if path.name in (*tail_emulator.SOURCES, "mailbox.cuh"):
             found |= old in text
             text = text.replace(old, new)
         (folder / path.name).write_text(text, encoding="utf-8")

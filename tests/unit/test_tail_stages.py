@@ -81,10 +81,12 @@ def test_sources_compile_and_lack_just_what_is_left_out(
         assert more == (len(mine) if name == "stamped" else 0)
 
 
-@pytest.mark.parametrize("source", ["nothing", "this and this"])
-def test_a_place_that_is_not_there_once_is_refused(source: str) -> None:
-    with pytest.raises(ValueError, match=r"tail_fusion\.cu has this [02] times, and not once: 'this'"):
-        stages.edited(source, [stages.Edit("this", "that")])
+@pytest.mark.parametrize("sources", [["nothing", ""], ["this and this", ""], ["this", "this"]])
+def test_a_place_that_is_not_there_once_is_refused(sources: list[str]) -> None:
+    with pytest.raises(
+        ValueError, match=r"have this [02] times, and not once: 'this'"
+    ):
+        stages.edited(sources, [stages.Edit("this", "that")])
 
 
 def test_kernels_are_built_from_another_folder_for_a_while(tmp_path: Path) -> None:

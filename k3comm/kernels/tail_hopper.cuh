@@ -1,0 +1,227 @@
+// The exchange of tail_fusion.cu on sm_90a's path: weights by TMA into shared memory, wgmma. A part of that file and of
+// nothing else; it knows all that stands there in front of it.
+
+constexpr int GROUP_ROWS = 16 * GROUP_TILES;                        // output columns of a group: rows of its weights
+constexpr int BOX_ROWS = K3_BOX_ROWS, BOX_BYTES = 128 * BOX_ROWS;   // a box: so many rows of 64 columns
+constexpr int STRIPES = SLICE / 64, PARTS = GROUP_ROWS / BOX_ROWS, BOXES = STRIPES * PARTS;
+constexpr int M_TILES = (GROUP_ROWS + 63) / 64;                     // of 64 rows, one a warpgroup; the last may overlap
+constexpr int N = 2 * TOKENS;                                       // columns of z: high terms, then low terms
+constexpr int AT_A_TIME = THREADS / FRAGMENTS;                      // tokens whose fragments have a thread each
+constexpr int PER_TILE = (TOKENS + AT_A_TIME - 1) / AT_A_TIME;      // tokens that a thread has columns of,
+constexpr int BATCH = PER_TILE < 8 / W ? PER_TILE : W < 8 ? 8 / W : 1;  // of which so many are asked for at once
+// Weights lie in a ring of RING stripes of 64 columns: all of them where they fit beside z, else those that the tensor
+// cores are done with make room.
+constexpr int RING = K3_RING, RING_BOXES = RING * PARTS;
+
+static_assert(GROUPS * GROUP_ROWS == C && SLICES * SLICE == L && SLICE % 64 == 0 && GROUP_ROWS >= 64);
+static_assert(GROUP_ROWS % BOX_ROWS == 0 && BOX_ROWS % 8 == 0 && THREADS >= 128 * M_TILES && AT_A_TIME > 0);
+static_assert(TOKENS == 4 || TOKENS == 8 || TOKENS == 16 || TOKENS == 32 || TOKENS == 64);
+static_assert(RING == STRIPES || (RING > 1 && RING < STRIPES));
+
+// Shared memory: weights [RING, GROUP_ROWS, 128 bytes], z [STRIPES, N, 128 bytes], both swizzled; squares of 64 columns
+// [TOKENS, STRIPES]; a barrier a box of the ring, and a stripe of it; the number of the call; whether the window is open;
+// what the call before used.
+constexpr int Z = RING_BOXES * BOX_BYTES, SQUARES = Z + STRIPES * N * 128;
+constexpr int LANDED = SQUARES + 4 * TOKENS * STRIPES, FREE = LANDED + 8 * RING_BOXES;
+constexpr int NUMBER = FREE + 8 * RING, OPEN = NUMBER + 8, USED = OPEN + 4;
+static_assert(USED + 4 == K3_SHARED_BYTES);
+
+// The loading warp. It touches nothing but weights, so it waits for no other kernel.
+DEVICE void load_weights(const Arguments& a) {
+  extern __shared__ __align__(1024) char memory[];
+  const int lane = threadIdx.x & 31, group = blockIdx.x / SLICES, slice = blockIdx.x % SLICES;
+  const u32 weights = shared_address(memory);
+  u32* open = (u32*)(memory + OPEN);
+  if (lane == 0) {
+    for (int i = 0; i < RING_BOXES; i++) barrier_init(weights + LANDED + 8 * i, 1);
+    for (int i = 0; i < RING; i++) barrier_init(weights + FREE + 8 * i, 4 * M_TILES);
+    set_shared(open, 0);
+    barrier_init_done();
+  }
+  __syncwarp();
+  __syncthreads();
+#if !K3_NO_WEIGHTS
+  if (lane == 0) {
+    const u64 policy = evict_first();
+    int window = a.window;  // boxes in flight before the polls are over
+    for (int i = 0; i < BOXES; i++) {
+      while (i >= window && !barrier_passed(weights + LANDED + 8 * ((i - window) % RING_BOXES), (i - window) / RING_BOXES & 1))
+        if (look_shared(open)) window = BOXES;
+      const int stripe = i / PARTS, place = i % RING_BOXES;
+      if (stripe >= RING) barrier_wait(weights + FREE + 8 * (stripe % RING), stripe / RING + 1 & 1);
+      barrier_expect(weights + LANDED + 8 * place, BOX_BYTES);
+      load_box(weights + place * BOX_BYTES, &a.boxes, slice * SLICE + stripe * 64,
+               group * GROUP_ROWS + i % PARTS * BOX_ROWS, weights + LANDED + 8 * place, policy);
+    }
+  }
+#endif
+}
+
+// Fragments of every rank for some rows of the same columns, every AT_A_TIME-th from `at` on as far as there are any.
+struct Mail { uint4 v[BATCH][W]; };
+DEVICE void fetch_mail(Mail& mail, const Arguments& a, int region, int column, int tokens, int at, const Waiting& w) {
+#pragma unroll
+  for (int b = 0; b < BATCH; b++) {
+    const int token = at + b * AT_A_TIME;
+    const Slots from = latent_slots(a, region, token, column);
+#pragma unroll
+    for (int r = 0; r < W; r++) {
+      mail.v[b][r] = make_uint4(0, 0, 0, 0);
+      if (token < tokens) mail.v[b][r] = load_sys(from.of(r), uint4());
+    }
+  }
+  Patience patience;
+  while (true) {
+    int missing = -1;
+#pragma unroll
+    for (int b = BATCH - 1; b >= 0; b--) {
+      const Slots from = latent_slots(a, region, at + b * AT_A_TIME, column);
+#pragma unroll
+      for (int r = W - 1; r >= 0; r--)
+        if (from.missing(r, mail.v[b][r])) missing = b * W + r;
+    }
+    if (missing < 0) return;
+#pragma unroll
+    for (int b = 0; b < BATCH; b++) {
+      const Slots from = latent_slots(a, region, at + b * AT_A_TIME, column);
+#pragma unroll
+      for (int r = 0; r < W; r++)
+        if (from.missing(r, mail.v[b][r])) mail.v[b][r] = load_sys(from.of(r), uint4());
+    }
+    patience.lose(w, PHASE_LATENT, at + missing / W * AT_A_TIME, missing % W);
+  }
+}
+
+// s = sum over ranks of this CTA's slice, all rows: s * g as two terms into z, and the squares of s. A thread has the same
+// columns of every AT_A_TIME-th row; `gain` are theirs of g.
+DEVICE void reduce_latent(const Arguments& a, u64 call, int region, int slice, const float (&gain)[8], char* memory) {
+  const Waiting w = waiting(a, call);
+  const int fragment = threadIdx.x % FRAGMENTS, mine = threadIdx.x / FRAGMENTS;
+  const int tokens = mine < AT_A_TIME ? a.rows : 0;
+  const int column = slice * SLICE + 8 * fragment;
+  char* z = memory + Z + (fragment >> 3) * (N * 128);
+  float* squares = (float*)(memory + SQUARES);
+  // Whole warps go through it, since they meet below.
+  for (int at = mine; at - mine < a.rows; at += BATCH * AT_A_TIME) {
+    float s[BATCH][8] = {};
+    if constexpr (BATCH > 1) {
+      Mail mail;
+      fetch_mail(mail, a, region, column, tokens, at, w);
+#pragma unroll
+      for (int b = 0; b < BATCH; b++) add<0>(s[b], mail.v[b]);
+    } else if (at < tokens) {
+      add_ranks<0, uint4>(s[0], latent_slots(a, region, at, column), w, PHASE_LATENT, at);
+    }
+    if (threadIdx.x == 0) set_shared((u32*)(memory + OPEN), 1);
+#pragma unroll
+    for (int b = 0; b < BATCH; b++) {
+      const int token = at + b * AT_A_TIME;
+      float square = 0.0f;
+#pragma unroll
+      for (int k = 0; k < 8; k++) square = __fmaf_rn(s[b][k], s[b][k], square);
+#pragma unroll
+      for (int k = 1; k < 8; k *= 2) square += __shfl_xor_sync(~0u, square, k);
+      if (token >= tokens) continue;
+      if ((fragment & 7) == 0) squares[token * STRIPES + (fragment >> 3)] = square;
+      if (a.norm) {
+#pragma unroll
+        for (int k = 0; k < 8; k++) s[b][k] = __fmul_rn(s[b][k], gain[k]);
+      }
+      uint4 high, low;
+      split(s[b], high, low);
+      const int under = TOKENS + token;
+      *(uint4*)(z + (token >> 3) * 1024 + swizzled(token & 7, fragment & 7)) = high;
+      *(uint4*)(z + (under >> 3) * 1024 + swizzled(under & 7, fragment & 7)) = low;
+    }
+  }
+  fence_operands();
+}
+
+// Partial products [m, C] of this CTA's columns and slice. The order over k is one for all TOKENS. `beside` is done by all
+// threads while the tensor cores are at it.
+template <typename Beside>
+DEVICE void project(const Arguments& a, int group, int slice, char* memory, Beside beside) {
+  const int lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
+  const int tile = threadIdx.x >> 7, warp = (threadIdx.x >> 5) & 3;  // a warpgroup, and a warp of it
+  if (tile >= M_TILES) return beside();
+  const int row = min(64 * tile, GROUP_ROWS - 64);
+  const u32 weights = shared_address(memory);
+  const u64 left = operand(weights + 128 * row), right = operand(weights + Z);
+  float sum[TOKENS] = {};
+#pragma unroll
+  for (int i = 0; i < STRIPES; i++) {
+#if !K3_NO_WEIGHTS
+    barriers_wait<PARTS>(weights + LANDED + 8 * (i % RING * PARTS), i / RING & 1);
+#endif
+    product_begin();
+#pragma unroll
+    for (int k = 0; k < 4; k++)
+      product(sum, left + ((i % RING * GROUP_ROWS * 128 + 32 * k) >> 4), right + ((i * N * 128 + 32 * k) >> 4));
+    product_commit();
+    if (i > 0 && i - 1 + RING < STRIPES) {  // the stripe before makes room
+      product_wait<1>(sum);
+      if (lane == 0) barrier_arrive(weights + FREE + 8 * ((i - 1) % RING));
+    }
+  }
+  beside();
+  product_wait<0>(sum);
+  if (row + 16 * warp < 64 * tile) return;  // the tile before has these
+  const int to = group * GROUP_ROWS + row + 16 * warp + g;
+  constexpr int HALF = TOKENS / 8;
+#pragma unroll
+  for (int n = 0; n < (HALF ? HALF : 1); n++)
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+      float v;
+      // Four tokens: high and low terms are columns of one tile of eight, two lanes apart.
+      if constexpr (HALF == 0) v = sum[i] + __shfl_xor_sync(~0u, sum[i], 2);
+      else v = sum[4 * n + i] + sum[4 * (n + HALF) + i];
+      const int token = 8 * n + 2 * t + (i & 1);
+      if (token < TOKENS && token < a.rows) a.partials[((u64)token * SLICES + slice) * C + to + 8 * (i >> 1)] = v;
+    }
+}
+
+// Likewise the mean square's share.
+DEVICE void sum_squares(const Arguments& a, int group, int slice, const char* memory) {
+  const float* squares = (const float*)(memory + SQUARES);
+  const int token = THREADS - 1 - threadIdx.x;  // the last warps have the fewest columns to publish
+  if (token >= TOKENS || token >= a.rows) return;
+  float sum = squares[token * STRIPES];
+#pragma unroll
+  for (int i = 1; i < STRIPES; i++) sum += squares[token * STRIPES + i];
+  a.squares[(group * MAX_ROWS + token) * SLICES + slice] = sum;
+}
+
+DEVICE u64 exchange(const Arguments& a) {
+  extern __shared__ __align__(1024) char memory[];
+  const int group = blockIdx.x / SLICES, slice = blockIdx.x % SLICES;
+  u64* number = (u64*)(memory + NUMBER);
+  u64 mine = 0, credited = 0;
+  if (threadIdx.x == 0) {
+    mine = step(&a.counters->cells[blockIdx.x]);
+    credited = acquire(&a.counters->credited);
+  }
+  const int column = slice * SLICE + 8 * (threadIdx.x % FRAGMENTS);
+  if (a.norm) prefetch_l2(a.norm + (a.flags & NORM_FP32 ? 4 : 2) * column);
+  __syncthreads();  // the barriers are there; the loads begin
+  if (threadIdx.x == 0) begin(a, number, mine, credited);
+  sync_block();
+  const u64 call = *number;
+  const int region = (int)(call % 3);
+  launch_dependents();
+  wait_for_predecessor();
+  if (threadIdx.x == THREADS - 1) *(u32*)(memory + USED) = turn(a, call);
+  // Many rows of latent take a while on a link, and are waited for; the products give shared ones time.
+  constexpr bool SHARED_AT_ONCE = TOKENS <= 16;
+  publish<true, SHARED_AT_ONCE>(a, region);
+  float gain[8] = {};
+  if (a.norm) load_vector(gain, a.norm, column, a.flags & NORM_FP32);
+  reduce_latent(a, call, region, slice, gain, memory);
+  sync_block();
+  project(a, group, slice, memory, [&] {
+    if (!SHARED_AT_ONCE) publish<false, true>(a, region);
+    sum_squares(a, group, slice, memory);
+    clear(a, *(const u32*)(memory + USED), region);
+  });
+  return call;
+}
