@@ -55,7 +55,7 @@ constexpr int BLOCK = THREADS;
 DEVICE void sync_block() { __syncthreads(); }
 #endif
 
-enum Flag : u32 { NORM_FP32 = 1, BIAS_FP32 = 2, NEXT_NORM_FP32 = 4 };
+enum Flag : u32 { NORM_FP32 = 1, BIAS_FP32 = 2, NEXT_NORM_FP32 = 4, FRESH_WEIGHTS = 8 };
 
 // Everything that a launch gets, made by `Arguments` in tail_fusion.py. Strides are elements, addresses are of rank p's
 // memory as this rank sees it.
@@ -193,9 +193,12 @@ DEVICE void begin(const Arguments& a, u64* said, u64 call, u64 credited) {
 }
 
 // One thread, beside what the others publish and poll: waits for the calls before this one, says how many rows this one
-// has, and returns what the call before used. Out of line, or 64 rows spill.
+// has, and returns what the call before used. Thrice the deadline: beside kernels that are not ours this begins before the
+// call before does its last waits, and whoever waits for data says better what is missing. Out of line, or 64 rows spill.
 static __device__ __noinline__ u32 turn(const Arguments& a, u64 call) {
-  wait_completed(waiting(a, call));
+  Waiting w = waiting(a, call);
+  w.deadline_ns *= 3;
+  wait_completed(w);
   if (blockIdx.x == 0) store_gpu(&a.counters->rows[call & 1], (u32)a.rows << 1 | MAIL_OWN_LATENT);
   return load_gpu(&a.counters->rows[(call + 1) & 1]);
 }
@@ -508,7 +511,8 @@ extern "C" __global__ void __launch_bounds__(BLOCK, AN_SM) tail_whole(const __gr
     // Two rounds on and on, so that nobody has to reset it: it can't be more than one round further.
     u32* arrived = &a.counters->arrived[group];
     const u32 before = step_around(arrived, 2 * SLICES), round = before / SLICES;
-    const Waiting w = waiting(a, call);
+    Waiting w = waiting(a, call);
+    w.deadline_ns *= 2;  // the CTAs that it waits for wait for data, with one
     Patience patience;
     if (before % SLICES != SLICES - 1)
       while (acquire(arrived) / SLICES == round) patience.lose(w, PHASE_PARTIALS, 0, w.rank);

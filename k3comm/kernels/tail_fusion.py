@@ -215,7 +215,7 @@ class Arguments(ctypes.Structure):
     )
 
 
-NORM_FP32, BIAS_FP32, NEXT_NORM_FP32 = 1, 2, 4
+NORM_FP32, BIAS_FP32, NEXT_NORM_FP32, FRESH_WEIGHTS = 1, 2, 4, 8
 """Bits of `Arguments.flags`."""
 
 
@@ -493,13 +493,15 @@ class TailKernels:
         else:
             source = aligned_rows(routed)
         shared = aligned_rows(shared)
-        weight = aligned_rows(up_weight if sharded else up_weight[rank * columns : (rank + 1) * columns])
+        given = up_weight if sharded else up_weight[rank * columns : (rank + 1) * columns]
+        weight = aligned_rows(given)
         a.routed, a.routed_stride = source.data_ptr(), source.stride(0)
         a.shared_rows, a.shared_stride = shared.data_ptr(), shared.stride(0)
         a.weight, a.weight_stride = weight.data_ptr(), weight.stride(0)
         if geometry.box_rows:
             ctypes.memmove(ctypes.addressof(a), self._boxes(weight), MAP_BYTES)  # the first field
-        a.norm = a.bias = a.residual = a.next_norm = a.flags = 0
+        a.norm = a.bias = a.residual = a.next_norm = 0
+        a.flags = FRESH_WEIGHTS * (weight is not given)
         if norm_weight is not None:
             norm_weight = aligned_vector(norm_weight)
             a.norm = norm_weight.data_ptr()

@@ -26,7 +26,7 @@ constexpr int LANDED = SQUARES + 4 * TOKENS * STRIPES, FREE = LANDED + 8 * RING_
 constexpr int NUMBER = FREE + 8 * RING, OPEN = NUMBER + 8, USED = OPEN + 4;
 static_assert(USED + 4 == K3_SHARED_BYTES);
 
-// The loading warp. It touches nothing but weights, so it waits for no other kernel.
+// The loading warp. It touches nothing but weights, so it waits for no other kernel, unless they were made just now.
 DEVICE void load_weights(const Arguments& a) {
   extern __shared__ __align__(1024) char memory[];
   const int lane = threadIdx.x & 31, group = blockIdx.x / SLICES, slice = blockIdx.x % SLICES;
@@ -42,6 +42,7 @@ DEVICE void load_weights(const Arguments& a) {
   __syncthreads();
 #if !K3_NO_WEIGHTS
   if (lane == 0) {
+    if (a.flags & FRESH_WEIGHTS) wait_for_predecessor();
     const u64 policy = evict_first();
     int window = a.window;  // boxes in flight before the polls are over
     for (int i = 0; i < BOXES; i++) {

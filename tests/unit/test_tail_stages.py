@@ -83,9 +83,7 @@ def test_sources_compile_and_lack_just_what_is_left_out(
 
 @pytest.mark.parametrize("sources", [["nothing", ""], ["this and this", ""], ["this", "this"]])
 def test_a_place_that_is_not_there_once_is_refused(sources: list[str]) -> None:
-    with pytest.raises(
-        ValueError, match=r"have this [02] times, and not once: 'this'"
-    ):
+    with pytest.raises(ValueError, match=r"have this [02] times, and not once: 'this'"):
         stages.edited(sources, [stages.Edit("this", "that")])
 
 
