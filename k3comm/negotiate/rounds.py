@@ -16,10 +16,11 @@ counts is not what a collective returned but what one key of the store holds, th
 
 Ranks may be in different rounds of one group: one in `reserve`, the others in `negotiate`. Gloo ends the process where
 lengths differ, so a round's first collective is the same in all of them: two numbers, of what `is` says. Where they
-differ, all ranks have come through it, so nothing is out of step and every rank raises NegotiationError; but for a rank
-that is in no round, in a `check_uniform`: then the group is lost, as after a deadline. With another
-vote group no collective meets; whoever waits sees that in the store. `is` and the numbers of the rounds are always in
-the group's own store, also where the rest is in the caller's.
+differ, all ranks have come through it, so nothing is out of step and every rank raises NegotiationError. A rank in a
+`check_uniform` is in no round, but in a collective of the same length: where its numbers differ it looks whether a peer
+has begun a round that it has not, and comes to that one too. With another vote group no collective meets; whoever
+waits sees that in the store. `is` and the numbers of the rounds are always in the group's own store, also where the
+rest is in the caller's.
 
 A round (one negotiation, one `reserve`) ends by arbitration: the rank that completes `done` tries to write "commit"; a
 rank that gives up, in whatever stage, tries to write its text. The first wins, and every rank obeys what is there. So
@@ -132,17 +133,39 @@ class Round:
         self._clerk = self._home_clerk = Clerk(self._store)
         if self._home is not None and self._home is not self._store:
             self._home_clerk = Clerk(self._home)
-        # A store that serves several groups has a place for each.
-        place = "/".join(["k3comm", *(group.group_name for group in self._groups[:1])])
         self._here = json.dumps({"operation": f"{what} of {of}" if of else what, **self._means})
 
         def come(store: Store) -> int:
-            number = store.add(f"{place}/rounds/{self._rank}", 1)
-            store.set(f"{place}/{number}/is/{self._rank}", self._here)
+            number = store.add(f"{self._place}/rounds/{self._rank}", 1)
+            store.set(f"{self._place}/{number}/is/{self._rank}", self._here)
             return number
 
-        self._base = f"{place}/{self._ask(come, home=True)}"
+        self._base = f"{self._place}/{self._ask(come, home=True)}"
         self.opens = True
+
+    def meet_round(self, what: str) -> None:
+        """In no round, after a collective of two numbers that were not all equal: whether peers were in a round there.
+
+        They wrote so before they entered, and can't have begun it since: the next collective needs this rank. If they
+        were, this rank comes to their round, by the name `what`, and it ends for all of them. Returns if none was.
+        """
+        home = self._home
+        if home is None:
+            return
+
+        def begun(store: Store) -> bool:
+            number = store.add(f"{self._place}/rounds/{self._rank}", 0) + 1
+            return any(store.check([f"{self._place}/{number}/is/{rank}"]) for rank in range(self._size))
+
+        try:
+            self._clerk = self._home_clerk = Clerk(home)
+            met = self._ask(begun, home=True)
+            self.close()
+            if met:
+                self.begin(what)
+                self.opened(False)
+        finally:
+            self.close()
 
     @property
     def number(self) -> int:
@@ -188,7 +211,7 @@ class Round:
                 found.append(f"{field}: {values}; accepted is the same on every rank")
         missing = [rank for rank in range(self._size) if rank not in here]
         if missing and not self.opens:
-            found.append(f"{name_ranks(missing)} {_are(missing)} in a collective outside of these (check_uniform?)")
+            found.append(f"{name_ranks(missing)} {_are(missing)} in a collective outside of these, or gone")
         return "; ".join(found)
 
     def close(self) -> None:
@@ -398,6 +421,11 @@ class Round:
         return tuple(missing)
 
     # The keys.
+
+    @property
+    def _place(self) -> str:
+        """Before the numbers of the rounds. A store that serves several groups has a place for each."""
+        return "/".join(["k3comm", *(group.group_name for group in self._groups[:1])])
 
     def _key(self, name: str) -> str:
         return f"{self._base}/{name}"

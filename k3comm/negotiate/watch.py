@@ -144,6 +144,17 @@ class WatchedExchange:
         """Whether a peer said that it raised in the present stage."""
         return self._round.peer_raised()
 
+    def meet_round(self, what: str) -> None:
+        """In no round, after a `min` of a number and its negative that shows a difference: whether peers are in one.
+
+        Returns if none is. Every rank has come through the `min`.
+
+        Raises:
+            NegotiationError: some are, in a round that has ended by it, with the same text on every rank; `what` is
+                this rank's part in it. CommunicationTimeoutError: a rank is gone besides.
+        """
+        self._round.meet_round(what)
+
     def missing(self) -> tuple[int, ...]:
         """After a collective of a forward failed here: the ranks that don't say the same within ANSWER seconds.
 

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext, suppress
 from datetime import timedelta
 
+import attrs
 import pytest
 import torch
 import torch.distributed as dist
@@ -545,26 +546,81 @@ def test_ranks_in_different_rounds_raise_alike_and_stay_in_step(mine: Sequence[s
     assert after == "done"
 
 
-def in_check_uniform() -> tuple[str, float]:
-    limits = Settings(vote_deadline=4, poll_deadline=4, check_uniform=True)
+def in_check_uniform(mine: Sequence[str], limit: float) -> tuple[str, float, str, str]:
+    """How what each rank does ends, and when; then a call that all make, and a negotiation."""
+    limits = attrs.evolve(short(limit), check_uniform=True)
     comm = Communicator.negotiate(SPEC, dist.group.WORLD, settings=limits)
+    tail = comm.moe_tail(layer_index=0, up_weight=torch.zeros(48, 16, dtype=torch.bfloat16))
+    what = mine[dist.get_rank()]
+
+    def call(rows: int = 2) -> None:
+        tail(torch.zeros(rows, 16, dtype=torch.bfloat16), torch.zeros(rows, 48, dtype=torch.bfloat16), None)
+
+    start = time.monotonic()
+    found = outcome(
+        {
+            "call": call,
+            "other call": lambda: call(3),
+            "reserve": lambda: comm.reserve(500),
+            "resume": comm.resume,
+            "negotiation": lambda: Communicator.negotiate(SPEC, dist.group.WORLD, settings=limits),
+        }[what]
+    )
+    seconds = time.monotonic() - start
+    return found, seconds, outcome(call), negotiated(dist.group.WORLD, short(20))
+
+
+@pytest.mark.parametrize(
+    ("mine", "text"),
+    [
+        (
+            ("reserve", "call", "reserve"),
+            "ranks 0 and 2 are in reserve of k3comm-0, rank 1 is in call 0 of k3comm-0 (check_uniform)",
+        ),
+        (
+            ("call", "negotiation", "other call"),
+            "ranks 0 and 2 are in call 0 of k3comm-0 (check_uniform), rank 1 is in negotiation",
+        ),
+        (
+            ("resume", "reserve", "call"),
+            "rank 0 is in resume of k3comm-0, rank 1 is in reserve of k3comm-0, "
+            "rank 2 is in call 0 of k3comm-0 (check_uniform)",
+        ),
+    ],
+)
+def test_a_rank_in_check_uniform_and_those_in_a_round_are_told_the_same(mine: Sequence[str], text: str) -> None:
+    """At once, and nothing is out of step: they have met in a collective of equal length, and go on from there."""
+    values = run_ranks(in_check_uniform, W, mine, 40, deadline=60)
+    for what, (found, seconds, call, after) in zip(mine, values, strict=True):
+        kind = "DivergenceError" if "call" in what else "NegotiationError"
+        assert found == f"{kind}: the 3 ranks differ: {text}; accepted is one operation on every rank"
+        assert seconds < 10
+        assert (call, after) == ("done", "done")
+
+
+def killed_as_it_finds_out() -> tuple[str, float]:
+    comm = Communicator.negotiate(SPEC, dist.group.WORLD, settings=attrs.evolve(short(40), check_uniform=True))
     tail = comm.moe_tail(layer_index=0, up_weight=torch.zeros(48, 16, dtype=torch.bfloat16))
     partials = torch.zeros(2, 16, dtype=torch.bfloat16), torch.zeros(2, 48, dtype=torch.bfloat16)
     start = time.monotonic()
-    text = outcome((lambda: tail(*partials, None)) if dist.get_rank() == 1 else (lambda: comm.reserve(500)))
+    if dist.get_rank() == 1:
+        comm._exchange._round.meet_round = lambda *arguments: kill(signal.SIGKILL)
+    text = outcome((lambda: comm.reserve(500)) if dist.get_rank() == 2 else (lambda: tail(*partials, None)))
     return text, time.monotonic() - start
 
 
-def test_a_rank_in_check_uniform_is_told_from_those_in_a_round() -> None:
-    """It is in a collective of the same length, so no process ends."""
-    values = run_ranks(in_check_uniform, W, deadline=60)
-    assert values[0][0] == values[2][0]
-    assert values[0][0] == (
-        "CommunicationTimeoutError: the 3 ranks differ: ranks 0 and 2 are in reserve of k3comm-0; accepted is one "
-        "operation on every rank; rank 1 is in a collective outside of these (check_uniform?)"
+def test_a_rank_that_is_killed_in_check_uniform_meanwhile_is_told_from_those_in_a_round() -> None:
+    with pytest.raises(RanksFailed) as failed:
+        run_ranks(killed_as_it_finds_out, W, deadline=60, grace=30)
+    assert list(failed.value.failures) == [1]
+    (one, seconds), (two, others) = failed.value.values.values()
+    text = (
+        "the 3 ranks differ: rank 0 is in call 0 of k3comm-0 (check_uniform), rank 2 is in reserve of k3comm-0; "
+        "accepted is one operation on every rank; rank 1 is in a collective outside of these, or gone"
     )
-    assert values[1][0].startswith("CommunicationTimeoutError: check_uniform, call 0 of k3comm-0: ")
-    assert all(seconds < 20 for _, seconds in values)
+    assert two == f"CommunicationTimeoutError: {text}"
+    assert one == two
+    assert max(seconds, others) < 10
 
 
 def over_different_things(argument: str) -> list[str]:
