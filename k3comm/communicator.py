@@ -120,11 +120,10 @@ class Communicator(Session):
 
         limit = Limit(vote_deadline(settings), "settings.vote_deadline")
         inner: Exchange = SoloExchange()
-        home: Store | None = None
+        home = None if group is None or world_size == 1 else store_of(group)
         if exchange is not None:
             inner, store = exchange, store or exchange.store
         elif vote_group is not None and world_size > 1:
-            home = store_of(vote_group if group is None else group)
             inner, store = GroupExchange(vote_group, limit.seconds), store or home
         groups = [one for one in (group, vote_group) if one is not None]
         own_votes = vote_group is None or vote_group is group
@@ -135,7 +134,8 @@ class Communicator(Session):
             limit=limit,
             home=home,
             votes="none that votes" if own_votes or vote_group is None else f"group {vote_group.group_name}",
-            given="none" if store is home else "one of the caller's",
+            given="none" if store is None or store is home else "one of the caller's",
+            own="" if exchange is None else "one of the caller's",
         )
         local: Local | None = None
         comm: Communicator | None = None
