@@ -35,7 +35,7 @@ from k3comm.negotiate.report import announce
 from k3comm.negotiate.threads import start_thread
 from k3comm.negotiate.watch import WatchedExchange
 from k3comm.operations import MoETailOp, Operation
-from k3comm.session import Session, check_name
+from k3comm.session import Session, check_name, free_number
 from k3comm.settings import Settings, vote_deadline
 from k3comm.spec import LatentMoESpec, ParallelLayout
 from k3comm.tiers.interface import Project, TierContext
@@ -78,7 +78,8 @@ class Communicator(Session):
             lanes: micro-batches in flight.
             device: where tensors live; by default the current CUDA device if the group has NCCL, else the CPU.
             name: of the communicator; by default "k3comm-<n>", with the group's name before the number for subgroups.
-                The number is the largest that any rank has come to, told in the vote: all ranks have the same.
+                The number is the largest that any rank has come to, told in the vote: all ranks have the same, and no
+                rank has a communicator of that name open.
             exchange: how to vote, for engines whose control plane is not torch's; by default the group.
             store: a torch.distributed.Store that all these ranks share, by which they learn who is missing and end
                 alike; by default the exchange's, or without an exchange the group's.
@@ -100,6 +101,7 @@ class Communicator(Session):
 
         def prepare() -> Local:
             check_name(name)
+            least = 0 if name else free_number(_default_name(group))
             if vote_problem:
                 raise InputError(vote_problem)
             local = prepare_local(
@@ -114,15 +116,14 @@ class Communicator(Session):
                 name=name or "",
                 new_memory=new_memory,
             )
-            return attrs.evolve(local, ballot=attrs.evolve(local.ballot, serial=_count()))
+            return attrs.evolve(local, ballot=attrs.evolve(local.ballot, serial=_count(least=least)))
 
         limit = Limit(vote_deadline(settings), "settings.vote_deadline")
         inner: Exchange = SoloExchange()
-        home: Store | None = None
+        home = None if group is None or world_size == 1 else store_of(group)
         if exchange is not None:
             inner, store = exchange, store or exchange.store
         elif vote_group is not None and world_size > 1:
-            home = store_of(vote_group if group is None else group)
             inner, store = GroupExchange(vote_group, limit.seconds), store or home
         groups = [one for one in (group, vote_group) if one is not None]
         own_votes = vote_group is None or vote_group is group
@@ -133,7 +134,8 @@ class Communicator(Session):
             limit=limit,
             home=home,
             votes="none that votes" if own_votes or vote_group is None else f"group {vote_group.group_name}",
-            given="none" if store is home else "one of the caller's",
+            given="none" if store is None or store is home else "one of the caller's",
+            own="" if exchange is None else "one of the caller's",
         )
         local: Local | None = None
         comm: Communicator | None = None
@@ -182,7 +184,7 @@ class Communicator(Session):
                 decision = decision.armed(armed.failures)
                 check_force(agreed, decision)
                 _count(decision.serial)  # the peers' numbers are used here too now
-                comm = cls(local, decision, armed, voted, context, name or _default_name(group, decision.serial))
+                comm = cls(local, decision, armed, voted, context, name or f"{_default_name(group)}{decision.serial}")
         except BaseException:
             if local is not None:
                 local.release()
@@ -291,16 +293,16 @@ def _vote_group(
     return group, f"cpu_group: {cpu_group!r} given; accepted is a group of the same ranks in the same order"
 
 
-def _default_name(group: dist.ProcessGroup | None, serial: int) -> str:
-    """The name of a communicator that was given none; the same on all its ranks."""
+def _default_name(group: dist.ProcessGroup | None) -> str:
+    """The name of a communicator that was given none, but for its number; the same on all its ranks."""
     key = "" if group is None or group is dist.group.WORLD else f"{group.group_name}-"
-    return f"k3comm-{key}{serial}"
+    return f"k3comm-{key}"
 
 
-def _count(used: int | None = None) -> int:
-    """Takes a number for a communicator: `used`, or the next one that none of this process has had."""
+def _count(used: int | None = None, least: int = 0) -> int:
+    """Takes a number for a communicator: `used`, or the next one from `least` that none of this process has had."""
     with _counting:
-        number = _made["communicators"] if used is None else used
+        number = max(_made["communicators"], least) if used is None else used
         _made["communicators"] = max(_made["communicators"], number + 1)
         return number
 

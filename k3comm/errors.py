@@ -49,7 +49,8 @@ class NegotiationError(K3CommError, RuntimeError):
 class DivergenceError(K3CommError, RuntimeError):
     """A call differs between the ranks (`settings.check_uniform`). Every rank raises it, with the same text.
 
-    No rank has made the call, and the communicator goes on.
+    No rank has made the call, and the communicator goes on. Ranks in a collective method of a communicator instead of
+    a call raise NegotiationError with that text.
 
     Attributes:
         ranks: the group's ranks that differ from most; empty where no call is that of most ranks.

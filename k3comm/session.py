@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import re
 import sys
 import time
 import warnings
@@ -40,6 +41,9 @@ from k3comm.uniform import observer_for
 
 CLOSE_SECONDS = 1.0
 """How long `close` waits for this rank's own kernels, which may write to peers, before it says goodbye to them."""
+
+NUMBER_DIGITS = 18
+"""Of the number in a default name, at most: it travels in a cell of the vote, and what is counted on from it too."""
 
 _serials = itertools.count()
 _sessions: weakref.WeakValueDictionary[str, Session] = weakref.WeakValueDictionary()
@@ -448,6 +452,31 @@ def check_name(name: str | None) -> None:
     other = _sessions.get(name)
     if other is not None and not other.closed:
         raise InputError(f"name: {name!r} given; accepted are names that no open communicator of this process has")
+
+
+def free_number(prefix: str) -> int:
+    """The number from which on no open communicator of this process is called `prefix` and a number.
+
+    Not the first free one: the ranks take the largest of what they say, and it has to be free on each of them.
+
+    Raises:
+        InputError: a name with a number so large is open that none can follow.
+    """
+    least = 0
+    for reference in _sessions.valuerefs():
+        session = reference()
+        if session is None or session.closed or not session.name.startswith(prefix):
+            continue
+        digits = session.name.removeprefix(prefix)
+        if re.fullmatch("0|[1-9][0-9]*", digits) is None:
+            continue
+        if len(digits) > NUMBER_DIGITS or (number := int(digits) + 1) == 10**NUMBER_DIGITS:
+            raise InputError(
+                f"name: none given while {session.name[:80]!r} is open, after which there is no number; accepted is a "
+                "name of the caller's, or to close that one first"
+            )
+        least = max(least, number)
+    return least
 
 
 def open_session(name: str) -> Session:

@@ -3,19 +3,20 @@
 A call that differs between ranks is wrong sums, a time-out, or with gloo the end of the process. The check compares
 before any tier talks: one MIN of two numbers, the digest of the call and its negative, so that a difference shows on
 every rank alike; only then follows a gather of the texts. It runs before the shortcut of m = 0, since a rank that
-leaves there alone is the commonest difference of all.
+leaves there alone is the commonest difference of all. Ranks that are in `reserve`, `resume` or `negotiate` instead meet
+it in a collective of the same length (rounds.py); then all raise with one text, and go on.
 """
 
 from __future__ import annotations
 
-import itertools
 import threading
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from k3comm.buffers.symmetric import Exchange
-from k3comm.errors import CommunicationTimeoutError, DivergenceError
+from k3comm.errors import CommunicationTimeoutError, DivergenceError, NegotiationError
 from k3comm.negotiate.decide import digest, name_ranks
 from k3comm.negotiate.report import Report
 from k3comm.record import COMPARED, CallRecord, Recorder, parse_call
@@ -35,6 +36,7 @@ class CallObserver:
         recorder: takes a line a call; None: nobody does.
         exchange: compares the calls of all ranks; None: nobody does.
         missing: after a time-out, the ranks that don't answer.
+        meet_round: where calls differ, raises NegotiationError if peers are in no call; gets what this rank is in.
     """
 
     def __init__(
@@ -43,12 +45,14 @@ class CallObserver:
         recorder: Recorder | None,
         exchange: Exchange | None,
         missing: Callable[[], tuple[int, ...]] = tuple,
+        meet_round: Callable[[str], None] = lambda what: None,
     ) -> None:
         self._name = name
         self._missing = missing
+        self._meet_round = meet_round
         self._recorder = recorder
         self._exchange = exchange
-        self._numbers = itertools.count()
+        self._number = 0
         # A number, its line and its comparison belong together: else a file's lines are out of order, and two
         # comparisons meet in one collective.
         self._turn = threading.Lock()
@@ -57,19 +61,35 @@ class CallObserver:
         """Numbers the call, records it and, but while a graph is captured, compares it. Collective if it compares.
 
         Raises:
-            DivergenceError: the ranks' calls differ; on every rank, with the same text.
+            DivergenceError: the ranks' calls differ, or some make none and are in a collective method; on every rank
+                that makes one, with the same text.
             CommunicationTimeoutError: a rank did not come.
         """
         with self._turn:
-            self._see(CallRecord(call=next(self._numbers), **fields))
+            self._see(CallRecord(call=self._number, **fields))
 
     def _see(self, call: CallRecord) -> None:
+        self._number += 1
         if self._recorder is not None:
             self._recorder.write(call.line())
         if self._exchange is None or call.capture:
             return
+        with self._naming(call):
+            if is_equal(call, self._exchange):
+                return
         try:
-            check_equal(self._name, call, self._exchange)
+            self._meet_round(f"call {call.call} of {self._name} (check_uniform)")
+        except NegotiationError as error:
+            self._number -= 1  # the peers in the round have not counted it
+            raise DivergenceError(str(error)) from error
+        with self._naming(call):
+            tell(self._name, call, self._exchange)
+
+    @contextmanager
+    def _naming(self, call: CallRecord) -> Iterator[None]:
+        """A collective whose time-out names the ranks that are missing."""
+        try:
+            yield
         except CommunicationTimeoutError as error:
             who = self._missing()
             text = f"{name_ranks(who)} did not come, or can't answer" if who else "which rank did not come is not known"
@@ -93,7 +113,7 @@ def observer_for(report: Report, exchange: WatchedExchange) -> CallObserver | No
         return None
     if not compares:
         return CallObserver(report.name, recorder, None)
-    return CallObserver(report.name, recorder, exchange.at("check_uniform"), exchange.missing)
+    return CallObserver(report.name, recorder, exchange.at("check_uniform"), exchange.missing, exchange.meet_round)
 
 
 def header(report: Report) -> dict[str, str]:
@@ -110,24 +130,30 @@ def header(report: Report) -> dict[str, str]:
     }
 
 
-def check_equal(name: str, call: CallRecord, exchange: Exchange) -> None:
-    """Compares one call over the ranks. Collective: one MIN, and one gather where they differ.
+def is_equal(call: CallRecord, exchange: Exchange) -> bool:
+    """Whether all ranks make this call. Collective: one MIN."""
+    mine = digest(_compared(call))
+    least, negated = exchange.min([mine, -mine])
+    return least == -negated
+
+
+def tell(name: str, call: CallRecord, exchange: Exchange) -> NoReturn:
+    """Says in what calls differ. Collective: one gather.
 
     Raises:
         DivergenceError: on every rank, with the same text, that names the odd ranks, and what differs with its values.
     """
-    line = " ".join(word for word in call.line().split() if not word.startswith("by="))
-    mine = digest(line)
-    least, negated = exchange.min([mine, -mine])
-    if least == -negated:
-        return
-    texts = exchange.gather(line.encode()[:TEXT_BYTES].ljust(TEXT_BYTES, b" "))
+    texts = exchange.gather(_compared(call).encode()[:TEXT_BYTES].ljust(TEXT_BYTES, b" "))
     calls = dict(enumerate(parse_call(text.decode(errors="replace")) for text in texts))
     number = calls[0].get("call", "?")
     raise DivergenceError(
         f"call {number} of {name} differs between the ranks, and was made by none: {'; '.join(differences(calls))}",
         odd_ranks(calls),
     )
+
+
+def _compared(call: CallRecord) -> str:
+    return " ".join(word for word in call.line().split() if not word.startswith("by="))
 
 
 def differences(calls: Mapping[int, Mapping[str, str]]) -> list[str]:

@@ -1,6 +1,7 @@
 """Text on the terminal: through rich where it is installed, plain where it is not. Both say the same.
 
-Results go to standard output; progress goes to standard error, and only if that is a terminal.
+Results go to standard output; progress goes to standard error, and only if that is a terminal. What can't be shown, or
+a terminal would obey, is escaped here, for all commands.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import attrs
 
 from k3comm.errors import K3CommError
+from k3comm.negotiate.decide import printable
 from k3comm.tiers import Tier
 
 if TYPE_CHECKING:
@@ -80,7 +82,7 @@ def complain(text: str) -> None:
     """Prints to standard error, if there is one: with None, print() would take standard output."""
     if sys.stderr is not None:
         with suppress(OSError):
-            print(text, file=sys.stderr, flush=True)
+            print(printable(text, keep="\n"), file=sys.stderr, flush=True)
 
 
 def tier_cell(tier: Tier) -> Cell:
@@ -98,17 +100,21 @@ class Table:
 
 
 def show(*blocks: str | Table) -> None:
-    """Prints lines and tables to standard output."""
+    """Prints texts, which may have several lines, and tables to standard output."""
     with writing():
         console = _console()
         for block in blocks:
-            if console is None:
-                print(_plain(block) if isinstance(block, Table) else block)
-            elif isinstance(block, Table):
-                _rich(block, console)
+            if isinstance(block, Table):
+                table = _printable(block)
+                if console is None:
+                    print(_plain(table))
+                else:
+                    _rich(table, console)
+            elif console is None:
+                print(printable(block, keep="\n"))
             else:
                 # Lines that are longer than the terminal are its business; a pipe gets them whole.
-                console.print(block, soft_wrap=True, markup=False, highlight=False)
+                console.print(printable(block, keep="\n"), soft_wrap=True, markup=False, highlight=False)
 
 
 def show_json(value: Mapping[str, Any]) -> None:
@@ -166,6 +172,17 @@ def _console() -> Console | None:
     from rich.console import Console
 
     return Console(width=None if sys.stdout.isatty() else WIDTH)
+
+
+def _printable(table: Table) -> Table:
+    def cell(one: str | Cell) -> Cell:
+        return Cell(printable(str(one)), one.style if isinstance(one, Cell) else "")
+
+    return Table(
+        title=printable(table.title),
+        columns=[printable(name) for name in table.columns],
+        rows=[[cell(one) for one in row] for row in table.rows],
+    )
 
 
 def _plain(table: Table) -> str:

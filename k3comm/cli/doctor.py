@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING
 
 from k3comm.cli import _choice, _console
 from k3comm.errors import InputError, K3CommError
-from k3comm.negotiate.decide import MAX_RANKS, Decision, name_ranks
+from k3comm.negotiate.decide import MAX_RANKS, Decision, name_ranks, printable
 from k3comm.negotiate.report import not_run
 from k3comm.settings import MAX_SECONDS, Settings, launched, meeting_place, quiet_torch
 from k3comm.spec import LatentMoESpec, ParallelLayout
@@ -320,18 +320,21 @@ def _show(found: Checkup, as_json: bool) -> None:
     blocks: list[str | _console.Table] = [f"k3comm doctor: {where}"]
     if found.facts:
         given = [f"{name}={e['value']} ({e['source']})" for name, e in found.settings.items() if e["given"]]
-        blocks += [f"windows: {found.windows}", f"settings: {', '.join(given) or 'all default'}", ""]
+        lines = [f"windows: {found.windows}", f"settings: {', '.join(given) or 'all default'}", ""]
+        blocks += map(printable, lines)
         blocks += [_facts_table(found), _tiers_table(found)]
     if found.pairs.pairs:
         blocks.append(_pairs_table(found))
     elif found.pairs.why_not and not found.pairs.failed:
-        blocks.append(f"pairs: {found.pairs.why_not}")
+        blocks.append(printable(f"pairs: {found.pairs.why_not}"))
     if found.vote_us:
         slowest = max(found.vote_us)
         blocks.append(f"a vote takes {slowest} us (median, slowest rank: {found.vote_us.index(slowest)})")
-    blocks += [f"note: {note}" for note in found.notes]
-    blocks += [f"FAILED {text}" for text in found.failures]
-    blocks += [f"MISSING {text}" for text in found.missing]
+    blocks += [printable(f"note: {note}") for note in found.notes]
+    if found.error:
+        blocks.append(f"FAILED {found.error}")  # its lines are its own
+    blocks += [printable(f"FAILED {text}") for text in found.pairs.problems]
+    blocks += [printable(f"MISSING {text}") for text in found.missing]
     blocks.append("all is well" if found.exit_code == 0 else f"not well: exit code {found.exit_code}")
     _console.show(*blocks)
 

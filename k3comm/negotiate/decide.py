@@ -274,9 +274,7 @@ def disagreement(decision: Decision, texts: Sequence[bytes]) -> str:
     failures: dict[str, list[int]] = {}
     for rank in decision.failed:
         failures.setdefault(shown[rank]["failure"], []).append(rank)
-    lines += [
-        f"{name_ranks(ranks)} can't take part: {_printable(why, keep=chr(10))}" for why, ranks in failures.items()
-    ]
+    lines += [f"{name_ranks(ranks)} can't take part: {printable(why, keep=chr(10))}" for why, ranks in failures.items()]
     healthy = [rank for rank in range(decision.world_size) if rank not in decision.failed]
     for group in decision.mismatched if not decision.failed else ():
         before = len(lines)
@@ -286,15 +284,18 @@ def disagreement(decision: Decision, texts: Sequence[bytes]) -> str:
             for rank, table in tables.items():
                 values.setdefault(table.get(name, "absent"), []).append(rank)
             if len(values) > 1:
-                sides = "; ".join(f"{_printable(value)} on {name_ranks(ranks)}" for value, ranks in values.items())
-                lines.append(f"{group}.{_printable(name)} differs: {sides}")
+                sides = "; ".join(f"{printable(value)} on {name_ranks(ranks)}" for value, ranks in values.items())
+                lines.append(f"{group}.{printable(name)} differs: {sides}")
         if len(lines) == before:
             lines.append(f"{group} differs between ranks, in values too long to show")
     return "\n".join(["the ranks can't agree", *lines])
 
 
-def _printable(text: str, keep: str = "") -> str:
-    """The text with what can't be shown in one line, or in no encoding (lone surrogates), as an escape."""
+def printable(text: str, keep: str = "") -> str:
+    """The text with what can't be shown in one line, or in no encoding (lone surrogates), as an escape.
+
+    Also what a terminal would obey. For what comes from outside: names of hosts, devices and files, versions, errors.
+    """
     return "".join(
         one if one.isprintable() or one in keep else one.encode("unicode_escape").decode("ascii") for one in text
     )

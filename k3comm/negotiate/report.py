@@ -9,7 +9,7 @@ from typing import Any, Final
 import attrs
 
 from k3comm.facts import Facts
-from k3comm.negotiate.decide import Decision, name_ranks
+from k3comm.negotiate.decide import Decision, name_ranks, printable
 from k3comm.settings import Settings
 from k3comm.spec import LatentMoESpec, ParallelLayout
 from k3comm.tiers import UNLIMITED, Numerics, Tier, Windows, plugins
@@ -24,6 +24,8 @@ developed on. A tier over it checks itself wherever it is armed, as every tier d
 @attrs.frozen(kw_only=True)
 class Report:
     """Who can do what, and why not. `str(report)` is for people, `to_dict()` for machines.
+
+    For people what comes from outside is escaped where it can't be shown in a line; for machines it stands as it is.
 
     Attributes:
         name: the communicator's.
@@ -81,7 +83,9 @@ class Report:
                     decision.refusal(tier),
                 )
             )
-        return "\n".join([*lines, *("  " + line for line in (*table(rows), *not_run(self.facts.device)))])
+        return "\n".join(
+            [*map(printable, lines), *("  " + line for line in (*table(rows), *not_run(self.facts.device)))]
+        )
 
     def to_dict(self) -> dict[str, Any]:
         """The same as plain values that `json.dumps` takes."""
@@ -151,7 +155,7 @@ class Explanation:
 
     def __str__(self) -> str:
         chosen = f"{self.axes}: {self.tier.name}{' (forced)' if self.forced else ''}"
-        return "\n".join([chosen, *(f"  not {one.tier.name}: {one.why}" for one in self.obstacles)])
+        return "\n".join([chosen, *(f"  not {one.tier.name}: {printable(one.why)}" for one in self.obstacles)])
 
 
 def announce(report: Report) -> None:
@@ -165,32 +169,28 @@ def announce(report: Report) -> None:
     decision, settings, windows = report.decision, report.settings, report.windows
     agreed = [tier.name for tier in Tier if tier in decision.capacities]
     ranks = f"rank{'s' if decision.world_size > 1 else ''} {', '.join(map(str, report.global_ranks))} of the job"
+    name = printable(report.name)
     _log.info(
         "%s: %s agreed, best first, of %s; for %s; windows %s (%s%s)",
-        report.name,
+        name,
         ", ".join(agreed),
         ", ".join(tier.name for tier in Tier),
         ranks,
-        windows.source,
-        windows.family,
+        printable(windows.source),
+        printable(windows.family),
         f", {windows.world_size} ranks" if windows.world_size else "",
     )
     if report.windows_warning:
-        _log.warning("%s: %s", report.name, report.windows_warning)
+        _log.warning("%s: %s", name, printable(report.windows_warning))
     for tier in Tier:
         if tier in decision.capacities:
             continue
+        why = printable(decision.refusal(tier))
         if tier in settings.enabled:
-            source = settings.sources["enabled"]
-            _log.warning(
-                "%s: %s is asked for by name (enabled, %s) and not agreed: %s",
-                report.name,
-                tier.name,
-                source,
-                decision.refusal(tier),
-            )
+            source = printable(settings.sources["enabled"])
+            _log.warning("%s: %s is asked for by name (enabled, %s) and not agreed: %s", name, tier.name, source, why)
         else:
-            _log.debug("%s: not %s: %s", report.name, tier.name, decision.refusal(tier))
+            _log.debug("%s: not %s: %s", name, tier.name, why)
 
 
 def not_run(device: str) -> list[str]:
@@ -219,6 +219,7 @@ def rows_text(capacity: int) -> str:
 
 def table(rows: Sequence[Sequence[str]]) -> list[str]:
     """Rows as aligned lines, the first one a heading."""
+    rows = [[printable(cell) for cell in row] for row in rows]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
     return [lines[0], "  ".join("-" * width for width in widths), *lines[1:]]

@@ -3,7 +3,8 @@
 A collective that times out names nobody, and the late rank's own collective may still succeed afterwards. So what
 counts is not what a collective returned but what one key of the store holds, the *verdict* of the round:
 
-    is/<rank>      what a rank is in, which group carries its votes, and whether it was given a store
+    is/<rank>      what a rank is in, which group carries its votes, and whether it was given a store or an exchange
+    sees/<rank>    whom a rank sees in the store that it was given, if not all
     at/<rank>      the number of the stage that a rank has come to; written before it enters the stage's collective
     claim          somebody gives up: whoever sees it says "alive" and waits for the verdict. Every rank looks at it
                    before it enters a collective and, over a process group, every POLL seconds while it waits inside
@@ -16,10 +17,13 @@ counts is not what a collective returned but what one key of the store holds, th
 
 Ranks may be in different rounds of one group: one in `reserve`, the others in `negotiate`. Gloo ends the process where
 lengths differ, so a round's first collective is the same in all of them: two numbers, of what `is` says. Where they
-differ, all ranks have come through it, so nothing is out of step and every rank raises NegotiationError; but for a rank
-that is in no round, in a `check_uniform`: then the group is lost, as after a deadline. With another
-vote group no collective meets; whoever waits sees that in the store. `is` and the numbers of the rounds are always in
-the group's own store, also where the rest is in the caller's.
+differ, all ranks have come through it, so nothing is out of step and every rank raises NegotiationError. A rank in a
+`check_uniform` is in no round, but in a collective of the same length: where its numbers differ it looks whether a peer
+has begun a round that it has not, and comes to that one too. With another vote group no collective meets; whoever
+waits sees that in the store. `is` and the numbers of the rounds are always in the group's own store, also where the
+rest is in the caller's. So ranks with an exchange of the caller's wait there for each other before they use it: what it
+does where one of them is in something else, or has none, is not known. And a store of the caller's that the ranks don't
+share is told as that: after the first collective all have written `at`.
 
 A round (one negotiation, one `reserve`) ends by arbitration: the rank that completes `done` tries to write "commit"; a
 rank that gives up, in whatever stage, tries to write its text. The first wins, and every rank obeys what is there. So
@@ -37,8 +41,8 @@ key of an earlier one. A group whose round ended in a text is out of step: its c
 round on it raises at once with the old reason.
 
 The store is asked from a thread of its own (clerk.py). What it costs when all is well: at each stage one `set` and
-one `check`; a round takes an `add` and a `set` at its start, one collective more, and an `add` at its end, and the
-verdict is polled.
+one `check`; a round takes an `add` and a `set` at its start, one collective more (with an exchange of the caller's a
+poll instead), and an `add` at its end, and the verdict is polled. A store of the caller's is looked at once more, once.
 
 Decided against: one claimant chosen by compare_set (its death needs a second protocol, and a few lookups by every rank
 cost nothing); a key a stage (one that counts says the same); `Store.wait` (its time-out can't be cut short when the
@@ -113,6 +117,7 @@ class Round:
         self._home_clerk: Clerk | None = None
         self._here = ""
         self.opens = False
+        self._shared = self._home is self._store
         self._base = ""
         self._what = "a vote"
         self._stage, self._number = "its start", 0
@@ -127,27 +132,69 @@ class Round:
                     "new group, in new processes where a rank is gone"
                 )
         self._what, self._stage, self._number, self._error = what, "its start", 0, None
-        if self._store is None:
+        if self._home is None:
             return
-        self._clerk = self._home_clerk = Clerk(self._store)
-        if self._home is not None and self._home is not self._store:
-            self._home_clerk = Clerk(self._home)
-        # A store that serves several groups has a place for each.
-        place = "/".join(["k3comm", *(group.group_name for group in self._groups[:1])])
+        self._home_clerk = Clerk(self._home)
+        if self._store is not None:
+            self._clerk = self._home_clerk if self._home is self._store else Clerk(self._store)
         self._here = json.dumps({"operation": f"{what} of {of}" if of else what, **self._means})
 
         def come(store: Store) -> int:
-            number = store.add(f"{place}/rounds/{self._rank}", 1)
-            store.set(f"{place}/{number}/is/{self._rank}", self._here)
+            number = store.add(f"{self._place}/rounds/{self._rank}", 1)
+            store.set(f"{self._place}/{number}/is/{self._rank}", self._here)
             return number
 
-        self._base = f"{place}/{self._ask(come, home=True)}"
+        self._base = f"{self._place}/{self._ask(come, home=True)}"
         self.opens = True
+
+    def meet_round(self, what: str) -> None:
+        """In no round, after a collective of two numbers that were not all equal: whether peers were in a round there.
+
+        They wrote so before they entered, and can't have begun it since: the next collective needs this rank. If they
+        were, this rank comes to their round, by the name `what`, and it ends for all of them. Returns if none was.
+        """
+        home = self._home
+        if home is None:
+            return
+
+        def begun(store: Store) -> bool:
+            number = store.add(f"{self._place}/rounds/{self._rank}", 0) + 1
+            return any(store.check([f"{self._place}/{number}/is/{rank}"]) for rank in range(self._size))
+
+        try:
+            self._clerk = self._home_clerk = Clerk(home)
+            met = self._ask(begun, home=True)
+            self.close()
+            if met:
+                self.begin(what)
+                self.opened(False)
+        finally:
+            self.close()
 
     @property
     def number(self) -> int:
         """Of what this rank is in; equal on all ranks if that is."""
         return digest(self._here)
+
+    def compare(self, seconds: float) -> None:
+        """Before the first collective of a caller's exchange: whether all ranks are in the same, over the same.
+
+        What an exchange does with ranks that call something else, or call it elsewhere, is not known, so they wait for
+        each other here. Whoever does not come is for the exchange's own deadline.
+        """
+        if self._home_clerk is None:
+            return
+        everybody = self._poll(lambda store: len(self._all_here(store)) == self._size, seconds, home=True)
+        differ, here = self._differences(), self._ask(self._all_here, home=True).values()
+        self.opens = False
+        if not differ:
+            return
+        self._go_home()
+        if everybody and len({one.get("exchange") for one in here}) == 1:
+            self._write(f"{DIFFER}the {self._size} ranks differ: {differ}", None)
+        else:  # who has no exchange waits in a collective of the group
+            self._claim()
+            self._write(self._text(differ), None)
 
     def opened(self, equal: bool) -> None:
         """All ranks have come, to the same or not."""
@@ -160,10 +207,10 @@ class Round:
             self._write(DIFFER + text if everybody else text, None)
 
     def look_for_votes(self) -> None:
-        """`look` while the first collective waits: with another vote group it would for ever."""
+        """`look` while the first collective waits: with another vote group, or an exchange, it would for ever."""
         self.look()
         here = self._ask(self._all_here, home=True).values()
-        if len(here) == self._size and len({one["cpu_group"] for one in here}) > 1:
+        if len(here) == self._size and len({(one["cpu_group"], one.get("exchange")) for one in here}) > 1:
             raise VotesDifferError
 
     def _all_here(self, store: Store) -> dict[int, dict[str, str]]:
@@ -174,10 +221,10 @@ class Round:
     def _differences(self) -> str:
         """In what the ranks that have come differ, in words; "" for nothing."""
         here, found = self._ask(self._all_here, home=True), []
-        for field in ("operation", *self._means):
+        for field in dict.fromkeys(name for fields in here.values() for name in fields):
             ranks: dict[str, list[int]] = {}
             for rank, fields in here.items():
-                ranks.setdefault(fields[field], []).append(rank)
+                ranks.setdefault(fields.get(field, "none"), []).append(rank)
             if len(ranks) < 2 and (self.opens or field != "operation" or len(here) == self._size):
                 continue
             if field == "operation":
@@ -188,7 +235,7 @@ class Round:
                 found.append(f"{field}: {values}; accepted is the same on every rank")
         missing = [rank for rank in range(self._size) if rank not in here]
         if missing and not self.opens:
-            found.append(f"{name_ranks(missing)} {_are(missing)} in a collective outside of these (check_uniform?)")
+            found.append(f"{name_ranks(missing)} {_are(missing)} in a collective outside of these, or gone")
         return "; ".join(found)
 
     def close(self) -> None:
@@ -214,6 +261,38 @@ class Round:
 
         if self._ask(come):
             self.obey()
+        if self._number == 2 and not self._shared:
+            self._check_shared()
+
+    def _check_shared(self) -> None:
+        """After the first stage: every rank wrote `at` before it, which shows in each store that the ranks share."""
+
+        def seen(store: Store) -> list[int]:
+            return [rank for rank in range(self._size) if self._stage_of(store, rank)]
+
+        self._shared = self._poll(lambda store: len(seen(store)) == self._size, ANSWER)
+        if self._shared:
+            return
+        mine = json.dumps(self._ask(seen))
+        self._go_home()
+        keys = [self._key(f"sees/{rank}") for rank in range(self._size)]
+        self._ask(lambda store: store.set(keys[self._rank], mine))
+        everybody = self._poll(lambda store: bool(store.check(keys)), 2 * ANSWER)
+        told = self._ask(lambda store: {rank: store.get(key) for rank, key in enumerate(keys) if store.check([key])})
+        sides: dict[bytes, list[int]] = {}
+        for rank, ranks in told.items():
+            sides.setdefault(ranks, []).append(rank)
+        text = self._text(
+            f"store= is not shared by the ranks: one on {', another on '.join(map(name_ranks, sides.values()))}; "
+            "accepted is one in which every rank sees what the others write"
+        )
+        self._write(DIFFER + text if everybody else text, None)
+
+    def _go_home(self) -> None:
+        """The rest of the round goes over the group's own store."""
+        if self._clerk is not None and self._clerk is not self._home_clerk:
+            self._clerk.dismiss()
+        self._clerk = self._home_clerk
 
     def meet(self) -> None:
         """Waits until all ranks have come to the present stage."""
@@ -398,6 +477,11 @@ class Round:
         return tuple(missing)
 
     # The keys.
+
+    @property
+    def _place(self) -> str:
+        """Before the numbers of the rounds. A store that serves several groups has a place for each."""
+        return "/".join(["k3comm", *(group.group_name for group in self._groups[:1])])
 
     def _key(self, name: str) -> str:
         return f"{self._base}/{name}"

@@ -28,7 +28,7 @@ class WatchedExchange:
         groups: those whose collectives get out of step if a round ends before its time.
         home: the group's own store; by default `store`.
         votes, given: which group carries the votes, and whether the caller gave `store`, in words for errors. The
-            ranks' have to agree.
+            ranks' have to agree. own: whether the caller gave `inner`, in words; "" for no.
         limit: of a stage where `at` says nothing else.
 
     Attributes:
@@ -45,11 +45,13 @@ class WatchedExchange:
         home: Store | None = None,
         votes: str = "none",
         given: str = "none",
+        own: str = "",
     ) -> None:
         self.rank, self.size = inner.rank, inner.size
         self.store = store if inner.size > 1 else None
         self._inner = inner
-        self._round = Round(self.rank, self.size, self.store, groups, home, {"cpu_group": votes, "store": given})
+        means = {"cpu_group": votes, "store": given, **({"exchange": own} if own else {})}
+        self._round = Round(self.rank, self.size, self.store, groups, home, means)
         self._name, self._seconds, self._setting = "a vote", limit.seconds, limit.setting
 
     def at(self, name: str, limit: Limit | None = None) -> WatchedExchange:
@@ -122,7 +124,11 @@ class WatchedExchange:
     def _open(self) -> None:
         """Before the first collective of a round: whether all ranks are in the same one."""
         current, inner = self._round, self._inner
-        if current.opens and isinstance(inner, GroupExchange):
+        if not current.opens:
+            return
+        if not isinstance(inner, GroupExchange):
+            current.compare(self._seconds)
+        else:
             number = current.number
             bounded = inner.within(self._seconds, self._setting, current.look_for_votes)
             least, negated = bounded.min([number, -number])
@@ -143,6 +149,17 @@ class WatchedExchange:
     def peer_raised(self) -> bool:
         """Whether a peer said that it raised in the present stage."""
         return self._round.peer_raised()
+
+    def meet_round(self, what: str) -> None:
+        """In no round, after a `min` of a number and its negative that shows a difference: whether peers are in one.
+
+        Returns if none is. Every rank has come through the `min`.
+
+        Raises:
+            NegotiationError: some are, in a round that has ended by it, with the same text on every rank; `what` is
+                this rank's part in it. CommunicationTimeoutError: a rank is gone besides.
+        """
+        self._round.meet_round(what)
 
     def missing(self) -> tuple[int, ...]:
         """After a collective of a forward failed here: the ranks that don't say the same within ANSWER seconds.

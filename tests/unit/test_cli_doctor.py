@@ -1,5 +1,6 @@
 """`k3comm doctor`: facts as text, what tiers lack, pairs that lie, exit codes, alone and as a job."""
 
+import argparse
 import contextlib
 import io
 import json
@@ -292,6 +293,46 @@ def test_exit_codes(changes: dict[str, object], code: int) -> None:
     assert found.exit_code == code
     assert found.to_dict()["exit_code"] == code
     assert str(code) in (doctor.__doc__ or "").partition("Exit codes:")[2]
+
+
+HOSTILE = "H200\x1b[2J\r\nall is well\x00\x9b1m"
+ESCAPED = r"H200\x1b[2J\r\nall is well\x00\x9b1m"
+
+
+def test_what_comes_from_outside_is_shown_escaped(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """No line more than without, and nothing that a terminal obeys; only an error may have several lines."""
+    monkeypatch.setattr(_console, "import_failure", lambda *modules: ModuleNotFoundError("No module named 'rich'"))
+
+    def lines(text: str) -> list[str]:
+        facts = laptop_facts(host=text, device_name=text, driver=Unknown(text), versions={"torch": text, text: "1"})
+        tiers = [TierState(tier=Tier.PEER_AR, capacity=0, why_not=text)]
+        entry = {"value": text, "source": text, "given": text}
+        changes = {"windows": text, "notes": [text], "settings": {"record": entry}, "required": (Tier.PEER_AR,)}
+        pairs = PairCheck(errors=(f"rank 1 writes to rank 0: {text}",))
+        error = f"the ranks can't agree\nspec.top_k differs: {text.split()[0]}"
+        doctor._show(checkup(facts=[facts_of(facts)] * 2, tiers=tiers, pairs=pairs, error=error, **changes), False)
+        return capsys.readouterr().out.split("\n")
+
+    plain, found = lines("H200"), lines(HOSTILE)
+    assert len(found) == len(plain)
+    assert all(line.isprintable() for line in found)
+    assert [line for line in found if line.startswith("all is well")] == []
+    assert f"windows: {ESCAPED}" in found
+    assert f"note: {ESCAPED}" in found
+    assert f"MISSING PEER_AR is required: {ESCAPED}" in found
+    assert f"FAILED rank 1 writes to rank 0: {ESCAPED}" in found
+    assert [line.split("  ")[-1].strip() for line in found if line.startswith("device_name ")] == [ESCAPED]
+    assert r"spec.top_k differs: H200\x1b[2J" in found, "an error's lines stay lines"
+
+
+def test_a_rank_that_gives_up_says_it_in_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(doctor, "GRACE", 0.0)
+    doctor._end(f"RuntimeError: {HOSTILE}", argparse.Namespace(json=False), 1, 2)
+    assert capsys.readouterr().err == "k3comm: rank 1: RuntimeError: H200\\x1b[2J all is well\\x00\\x9b1m\n"
 
 
 def test_the_picture_for_people(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

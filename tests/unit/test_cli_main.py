@@ -231,6 +231,32 @@ def test_rich_tables_say_the_same(capsys: pytest.CaptureFixture[str]) -> None:
     assert words == ["[line]", "Numbers", "name", "many", "[one]", "1", "two", "22"]
 
 
+HOSTILE = "one\x1b[2J\r\x00\x9b1m\u202e\udc80\ttwo"
+ESCAPED = r"one\x1b[2J\r\x00\x9b1m\u202e\udc80\ttwo"
+
+
+@pytest.mark.parametrize("rich", [False, True])
+def test_a_terminal_obeys_nothing_that_is_shown(
+    rich: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if not rich:
+        monkeypatch.setattr(_console, "import_failure", without("rich"))
+    else:
+        pytest.importorskip("rich")
+    rows = [["a\nb", HOSTILE], [_console.Cell(HOSTILE), "2"]]
+    table = _console.Table(title=HOSTILE, columns=["name", HOSTILE], rows=rows)
+    _console.show(f"first\n{HOSTILE}", table)
+    _console.complain(f"first\n{HOSTILE}")
+    out, err = capsys.readouterr()
+    lines = out.split("\n")
+    assert all(line.isprintable() for line in lines)
+    assert lines[:3] == ["first", ESCAPED, ESCAPED], "a text may have lines, a title has one"
+    assert next(line.split()[0] for line in lines[3:] if line.strip()) == "name"
+    assert sum(line.count(ESCAPED) for line in lines) == 5
+    assert any(line.startswith(r"a\nb ") for line in lines)
+    assert err == f"first\n{ESCAPED}\n"
+
+
 def test_long_lines_reach_a_pipe_whole(capsys: pytest.CaptureFixture[str]) -> None:
     _console.show("word " * 100 + "end")
     assert capsys.readouterr().out.count("\n") == 1

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext, suppress
 from datetime import timedelta
 
+import attrs
 import pytest
 import torch
 import torch.distributed as dist
@@ -238,12 +239,12 @@ def without_a_store() -> list[str]:
     """Only the exchange's own deadlines are there: every rank ends, in its own words."""
     exchange = Plain(OwnExchange(dist.new_group([0, 1, 2]), LIMIT), None)
     outcomes = [negotiated(dist.group.WORLD, Settings(transport="peer"), exchange=exchange)]
-    if dist.get_rank() == 1:
-        time.sleep(LATE)
-    try:
-        Communicator.negotiate(SPEC, dist.group.WORLD, exchange=exchange)
-    except Exception as error:
-        outcomes.append(type(error).__name__)
+    act = fault_at("the vote", lambda: time.sleep(LATE), when="inside") if dist.get_rank() == 1 else nullcontext()
+    with act:
+        try:
+            Communicator.negotiate(SPEC, dist.group.WORLD, exchange=exchange)
+        except Exception as error:
+            outcomes.append(type(error).__name__)
     return outcomes
 
 
@@ -545,26 +546,85 @@ def test_ranks_in_different_rounds_raise_alike_and_stay_in_step(mine: Sequence[s
     assert after == "done"
 
 
-def in_check_uniform() -> tuple[str, float]:
-    limits = Settings(vote_deadline=4, poll_deadline=4, check_uniform=True)
-    comm = Communicator.negotiate(SPEC, dist.group.WORLD, settings=limits)
+def in_check_uniform(mine: Sequence[str], limit: float, with_store: bool) -> tuple[str, float, str, str]:
+    """How what each rank does ends, and when; then a call that all make, and a negotiation."""
+    limits = attrs.evolve(short(limit), check_uniform=True)
+    store = dist.PrefixStore("engine", dist.group.WORLD.get_group_store()) if with_store else None
+    comm = Communicator.negotiate(SPEC, dist.group.WORLD, settings=limits, store=store)
+    tail = comm.moe_tail(layer_index=0, up_weight=torch.zeros(48, 16, dtype=torch.bfloat16))
+    what = mine[dist.get_rank()]
+
+    def call(rows: int = 2) -> None:
+        tail(torch.zeros(rows, 16, dtype=torch.bfloat16), torch.zeros(rows, 48, dtype=torch.bfloat16), None)
+
+    start = time.monotonic()
+    found = outcome(
+        {
+            "call": call,
+            "other call": lambda: call(3),
+            "reserve": lambda: comm.reserve(500),
+            "resume": comm.resume,
+            "negotiation": lambda: Communicator.negotiate(SPEC, dist.group.WORLD, settings=limits, store=store),
+        }[what]
+    )
+    seconds = time.monotonic() - start
+    return found, seconds, outcome(call), negotiated(dist.group.WORLD, short(20))
+
+
+@pytest.mark.parametrize("with_store", [False, True])
+@pytest.mark.parametrize(
+    ("mine", "text"),
+    [
+        (
+            ("reserve", "call", "reserve"),
+            "ranks 0 and 2 are in reserve of k3comm-0, rank 1 is in call 0 of k3comm-0 (check_uniform)",
+        ),
+        (
+            ("call", "negotiation", "other call"),
+            "ranks 0 and 2 are in call 0 of k3comm-0 (check_uniform), rank 1 is in negotiation",
+        ),
+        (
+            ("resume", "reserve", "call"),
+            "rank 0 is in resume of k3comm-0, rank 1 is in reserve of k3comm-0, "
+            "rank 2 is in call 0 of k3comm-0 (check_uniform)",
+        ),
+    ],
+)
+def test_a_rank_in_check_uniform_and_those_in_a_round_are_told_the_same(
+    mine: Sequence[str], text: str, with_store: bool
+) -> None:
+    """At once, and nothing is out of step: they have met in a collective of equal length, and go on from there."""
+    values = run_ranks(in_check_uniform, W, mine, 40, with_store, deadline=60)
+    for what, (found, seconds, call, after) in zip(mine, values, strict=True):
+        kind = "DivergenceError" if "call" in what else "NegotiationError"
+        assert found == f"{kind}: the 3 ranks differ: {text}; accepted is one operation on every rank"
+        assert seconds < 10
+        assert (call, after) == ("done", "done")
+
+
+def killed_as_it_finds_out() -> tuple[str, float]:
+    comm = Communicator.negotiate(SPEC, dist.group.WORLD, settings=attrs.evolve(short(40), check_uniform=True))
     tail = comm.moe_tail(layer_index=0, up_weight=torch.zeros(48, 16, dtype=torch.bfloat16))
     partials = torch.zeros(2, 16, dtype=torch.bfloat16), torch.zeros(2, 48, dtype=torch.bfloat16)
     start = time.monotonic()
-    text = outcome((lambda: tail(*partials, None)) if dist.get_rank() == 1 else (lambda: comm.reserve(500)))
+    if dist.get_rank() == 1:
+        comm._exchange._round.meet_round = lambda *arguments: kill(signal.SIGKILL)
+    text = outcome((lambda: comm.reserve(500)) if dist.get_rank() == 2 else (lambda: tail(*partials, None)))
     return text, time.monotonic() - start
 
 
-def test_a_rank_in_check_uniform_is_told_from_those_in_a_round() -> None:
-    """It is in a collective of the same length, so no process ends."""
-    values = run_ranks(in_check_uniform, W, deadline=60)
-    assert values[0][0] == values[2][0]
-    assert values[0][0] == (
-        "CommunicationTimeoutError: the 3 ranks differ: ranks 0 and 2 are in reserve of k3comm-0; accepted is one "
-        "operation on every rank; rank 1 is in a collective outside of these (check_uniform?)"
+def test_a_rank_that_is_killed_in_check_uniform_meanwhile_is_told_from_those_in_a_round() -> None:
+    with pytest.raises(RanksFailed) as failed:
+        run_ranks(killed_as_it_finds_out, W, deadline=60, grace=30)
+    assert list(failed.value.failures) == [1]
+    (one, seconds), (two, others) = failed.value.values.values()
+    text = (
+        "the 3 ranks differ: rank 0 is in call 0 of k3comm-0 (check_uniform), rank 2 is in reserve of k3comm-0; "
+        "accepted is one operation on every rank; rank 1 is in a collective outside of these, or gone"
     )
-    assert values[1][0].startswith("CommunicationTimeoutError: check_uniform, call 0 of k3comm-0: ")
-    assert all(seconds < 20 for _, seconds in values)
+    assert two == f"CommunicationTimeoutError: {text}"
+    assert one == two
+    assert max(seconds, others) < 10
 
 
 def over_different_things(argument: str) -> list[str]:
@@ -595,6 +655,83 @@ def test_other_groups_or_stores_are_one_text(argument: str, text: str) -> None:
     """Votes over different groups never meet: that is seen in the group's own store."""
     found, name = assert_identical(run_ranks(over_different_things, W, argument, deadline=60))
     assert f"{text.format(name)}; accepted is the same on every rank" in found, found
+
+
+def over_unshared(sides: Sequence[str]) -> list[str]:
+    """`sides`: a rank's own HashStore, or under what it looks into the group's store. Then one that all share."""
+    job, side = dist.group.WORLD.get_group_store(), sides[dist.get_rank()]
+    stores = [dist.HashStore() if side == "own" else dist.PrefixStore(side, job), dist.PrefixStore("one", job)]
+    found = []
+    for store in stores:
+        start = time.monotonic()
+        found.append(negotiated(dist.group.WORLD, short(40), store=store))
+        assert time.monotonic() - start < 15
+    return found
+
+
+@pytest.mark.parametrize(
+    ("sides", "text"),
+    [
+        (("own", "own"), "one on rank 0, another on rank 1"),
+        (("own", "own", "own"), "one on rank 0, another on rank 1, another on rank 2"),
+        (("a", "own", "a"), "one on ranks 0 and 2, another on rank 1"),
+        (("a", "b", "b"), "one on rank 0, another on ranks 1 and 2"),
+    ],
+)
+def test_stores_that_the_ranks_do_not_share_are_told_from_missing_ranks(sides: Sequence[str], text: str) -> None:
+    """All ranks have come, so nothing is out of step."""
+    found, after = assert_identical(run_ranks(over_unshared, len(sides), sides, deadline=60))
+    assert found == (
+        f"NegotiationError: negotiation of {len(sides)} ranks: store= is not shared by the ranks: {text}; accepted is "
+        "one in which every rank sees what the others write"
+    )
+    assert after == "done"
+
+
+def over_other_exchanges(who: Sequence[int], same_group: bool, with_store: bool) -> tuple[str, float]:
+    """Ranks `who` give an exchange of their own, the others none."""
+    rank, group = dist.get_rank(), dist.new_group([0, 1, 2])
+    inner = OwnExchange(group if same_group else dist.new_group([0, 1, 2]), 40)
+    store = dist.PrefixStore("engine", dist.group.WORLD.get_group_store()) if with_store else None
+    start = time.monotonic()
+    given = {"exchange": Plain(inner, store)} if rank in who else {}
+    return negotiated(group, short(40), **given), time.monotonic() - start
+
+
+@pytest.mark.parametrize("with_store", [False, True])
+@pytest.mark.parametrize("same_group", [False, True])
+@pytest.mark.parametrize(
+    ("who", "text"),
+    [
+        ([1], "none on ranks 0 and 2, one of the caller's on rank 1"),
+        ([0, 2], "one of the caller's on ranks 0 and 2, none on rank 1"),
+    ],
+)
+def test_an_exchange_that_some_give_is_one_text(
+    who: Sequence[int], text: str, same_group: bool, with_store: bool
+) -> None:
+    """Over one group their first collectives would have other lengths, and gloo would end a process."""
+    values = run_ranks(over_other_exchanges, W, who, same_group, with_store, deadline=60)
+    found = assert_identical([text for text, _ in values])
+    assert found.startswith("CommunicationTimeoutError: negotiation of 3 ranks: "), found
+    assert f"exchange: {text}; accepted is the same on every rank" in found, found
+    assert all(seconds < 10 for _, seconds in values)
+
+
+def in_other_methods_over_an_exchange() -> list[str]:
+    exchange = Plain(OwnExchange(dist.new_group([0, 1, 2]), 40), None)
+    comm = Communicator.negotiate(SPEC, dist.group.WORLD, settings=short(40), exchange=exchange)
+    found = outcome((lambda: comm.reserve(500)) if dist.get_rank() == 1 else comm.resume)
+    return [found, outcome(lambda: comm.reserve(500)), outcome(comm.close)]
+
+
+def test_over_an_exchange_ranks_in_different_rounds_raise_alike_too() -> None:
+    found, *after = assert_identical(run_ranks(in_other_methods_over_an_exchange, W, deadline=60))
+    assert found == (
+        "NegotiationError: the 3 ranks differ: ranks 0 and 2 are in resume of k3comm-0, rank 1 is in reserve of "
+        "k3comm-0; accepted is one operation on every rank"
+    )
+    assert after == ["done", "done"]
 
 
 def over_destroyed(argument: str) -> str:

@@ -625,6 +625,48 @@ def test_ranks_that_have_made_other_communicators_before_agree_on_a_name(tmp_pat
     assert one == two
 
 
+def beside_explicit_names(path: str, names: tuple[str, str]) -> list[object]:
+    """Each rank has one open that was given its name, before there was a group."""
+    rank = current_rank().rank
+    given = Communicator.negotiate(spec_for(1), name=names[rank])
+    dist.init_process_group("gloo", init_method=f"file://{path}", rank=rank, world_size=2)
+    found: list[object] = []
+    for _ in range(2):
+        try:
+            comm = Communicator.negotiate(spec_for(2), dist.group.WORLD)
+        except k3comm.NegotiationError as error:
+            found.append(str(error))
+            given.close()  # which frees the name
+        else:
+            others = given.closed or session.open_session(given.name) is given
+            found += [comm.name, session.open_session(comm.name) is comm, others]
+            comm.close()
+    return found
+
+
+@pytest.mark.parametrize(
+    ("names", "expected"),
+    [
+        (("k3comm-1", "mine"), ["k3comm-2", "k3comm-3"]),
+        (("k3comm-7", "k3comm-5"), ["k3comm-8", "k3comm-9"]),
+        (("k3comm-01", "k3comm-x-9"), ["k3comm-1", "k3comm-2"]),
+        (("k3comm-\u0669", "k3comm-"), ["k3comm-1", "k3comm-2"]),
+    ],
+)
+def test_a_default_name_is_no_open_communicators(names: tuple[str, str], expected: list[str], tmp_path: Path) -> None:
+    """Also one that a single rank has given: a compiled layer there would find the other communicator."""
+    found = assert_identical(run_ranks(beside_explicit_names, 2, str(tmp_path / "store"), names, init=False))
+    assert found == [expected[0], True, True, expected[1], True, True]
+
+
+@pytest.mark.parametrize("number", ["9" * 18, "1" + "0" * 18, "9" * 5000], ids=["last", "too long", "no int"])
+def test_a_name_after_which_there_is_no_number_is_named(number: str, tmp_path: Path) -> None:
+    names = ("mine", f"k3comm-{number}")
+    error, *after = assert_identical(run_ranks(beside_explicit_names, 2, str(tmp_path / "store"), names, init=False))
+    assert f"rank 1 can't take part: InputError: name: none given while '{names[1][:60]}" in error
+    assert after == ["k3comm-2", True, True]
+
+
 def with_a_bad_log_filter() -> str:
     def fail(record: logging.LogRecord) -> bool:
         raise ValueError("a filter of the engine's")

@@ -181,6 +181,17 @@ def test_files_that_say_the_same(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert report(capsys, tmp_path) == (0, "base, ranks 0, 1 and 2: 2 calls, the same on all\n")
 
 
+def test_what_stands_in_a_file_is_shown_escaped(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for rank in range(2):
+        lines = [f"{changed(num_tokens=rank)} \x1b[2J{rank}\r"]
+        written(tmp_path, rank, lines, name="a\x1b]0;b", group="0 1")
+    code, text = report(capsys, tmp_path)
+    assert code == 1
+    assert all(line.isprintable() for line in text.split("\n"))
+    assert text.startswith(r"a\x1b]0;b, ranks 0 and 1: ")
+    assert r"by=selected \x1b[2J0\r" in text
+
+
 def test_the_first_difference_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     same = [changed(call=number) for number in range(4)]
     for rank in range(3):

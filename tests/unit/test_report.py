@@ -1,4 +1,4 @@
-"""What a report says of tiers that never ran on hardware: in its text, for machines, and in the doctor's notes."""
+"""What a report says of tiers that never ran on hardware, and how it shows what comes from outside."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ import pytest
 
 from k3comm import Communicator, LatentMoESpec, Tier, cli
 from k3comm.cli import doctor
-from k3comm.negotiate.report import Report, not_run, not_run_of
+from k3comm.facts import Unknown
+from k3comm.negotiate.report import Explanation, Obstacle, Report, announce, not_run, not_run_of
 from k3comm.testing import h200_facts
 
 SAID = [
@@ -55,3 +56,53 @@ def test_the_doctor_notes_it(device: str, monkeypatch: pytest.MonkeyPatch, capsy
     assert [note for note in notes if "hardware" in note] == (SAID if device == "cuda" else [])
     assert cli.main(["doctor"]) == 0
     assert (f"note: {SAID[1]}" in capsys.readouterr().out) is (device == "cuda")
+
+
+# What comes from outside: names of hosts, devices and files, versions, texts of errors.
+
+HOSTILE = "H200\x1b[2J\r\n  rank 9 here: fine\x00\x9b1m\u202e\u2028\udc80\ttab"
+SHOWN = r"H200\x1b[2J\r\n  rank 9 here: fine\x00\x9b1m\u202e\u2028\udc80\ttab"
+
+
+def hostile(report: Report, text: str) -> Report:
+    """The report with `text` wherever something from outside stands."""
+    return attrs.evolve(
+        report,
+        name=text,
+        facts=attrs.evolve(
+            report.facts, host=text, device_name=text, driver=Unknown(text), backend=text, versions={"torch": text}
+        ),
+        settings=attrs.evolve(report.settings, record=text, sources={**report.settings.sources, "record": text}),
+        windows=attrs.evolve(report.windows, source=text),
+        windows_warning=text,
+        decision=attrs.evolve(report.decision, failures={Tier.PEER_AR: f"rank 0: map: {text}"}),
+    )
+
+
+def test_what_comes_from_outside_is_shown_escaped(report: Report) -> None:
+    """No line more than without, none out of its column, and nothing that a terminal obeys."""
+    plain, found = (str(hostile(report, text)).split("\n") for text in ("H200", HOSTILE))
+    assert len(found) == len(plain)
+    assert all(line.isprintable() for line in found)
+    at = next(number for number, line in enumerate(found) if line.startswith("  tier "))
+    assert [line.replace(SHOWN, "H200") for line in found[:at]] == plain[:at]
+    assert sum(line.count(SHOWN) for line in found[:at]) == 9
+    row = next(line for line in found if line.startswith("  PEER_AR "))
+    assert row[found[at].index("why not") :] == f"rank 0: map: {SHOWN}"
+    assert json.loads(json.dumps(hostile(report, HOSTILE).to_dict()))["facts"]["device_name"] == HOSTILE, "as it is"
+
+
+def test_a_log_line_is_one_line_whatever_stands_in_it(report: Report, caplog: pytest.LogCaptureFixture) -> None:
+    one = hostile(report, HOSTILE)
+    one = attrs.evolve(one, settings=attrs.evolve(one.settings, enabled={Tier.PEER_AR}))
+    with caplog.at_level("DEBUG", logger="k3comm"):
+        announce(one)
+    assert {record.levelname for record in caplog.records} == {"INFO", "WARNING", "DEBUG"}
+    for record in caplog.records:
+        assert record.getMessage().isprintable()
+        assert SHOWN in record.getMessage()
+
+
+def test_an_explanation_is_a_line_a_tier() -> None:
+    explanation = Explanation(tier=max(Tier), forced=False, axes="4 tokens", obstacles=(Obstacle(min(Tier), HOSTILE),))
+    assert str(explanation).split("\n")[1:] == [f"  not {min(Tier).name}: {SHOWN}"]

@@ -14,7 +14,7 @@ import k3comm
 from k3comm import Communicator, DivergenceError, LatentMoESpec, Settings, Tier
 from k3comm.record import CLOSED, COMPARED, CallRecord, Record, Recorder, parse_call
 from k3comm.testing import assert_identical, run_ranks, thread_exchanges
-from k3comm.uniform import CallObserver, check_equal, differences, odd_ranks
+from k3comm.uniform import CallObserver, differences, is_equal, odd_ranks, tell
 
 SPEC = LatentMoESpec(hidden_size=24, latent_size=8, top_k=2, dtype="float32")
 
@@ -65,12 +65,12 @@ def in_step(calls: list[CallRecord]) -> list[str]:
     exchanges = thread_exchanges(len(calls))
 
     def one(rank: int) -> str:
-        try:
-            check_equal("base", calls[rank], exchanges[rank])
-        except DivergenceError as error:
-            return str(error)
-        assert exchanges[rank].collectives == 1, "one vote where all is well"
-        return ""
+        if is_equal(calls[rank], exchanges[rank]):
+            assert exchanges[rank].collectives == 1, "one vote where all is well"
+            return ""
+        with pytest.raises(DivergenceError) as told:
+            tell("base", calls[rank], exchanges[rank])
+        return str(told.value)
 
     with ThreadPoolExecutor(len(calls)) as pool:
         return list(pool.map(one, range(len(calls))))
