@@ -202,7 +202,10 @@ clear(a, *(const u32*)(memory + USED), region);
     # Its loading warp. All lanes look for what has landed: for one of them that would take longer than the last boxes.
     # The number of the call is there once the thread that took it has opened the window.
     Edit(
-        "  if (lane == 0) {\n    if (a.flags & FRESH_WEIGHTS) wait_for_predecessor();\n    const u64 policy = evict_first();",
+        """\
+  if (lane == 0) {
+    if (a.flags & FRESH_WEIGHTS) wait_for_predecessor();
+    const u64 policy = evict_first();""",
         """\
   u64 asked = 0, opened = 0, all_asked = 0, ahead = 0;
   if (lane == 0) {
