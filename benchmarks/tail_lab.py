@@ -949,6 +949,14 @@ def section(name: str) -> Iterator[None]:
     summary.append(f"{name:<12} {'ok' if len(failures) == failed else 'FAILED'}  {time.time() - start:.1f} s")
 
 
+def write_json(name: str, values: dict[str, Any]) -> None:
+    """To the folder $OUT, which is made; nowhere without."""
+    out = os.environ.get("OUT")
+    if out:
+        Path(out).mkdir(parents=True, exist_ok=True)
+        Path(out, f"{name}.json").write_text(json.dumps(values, indent=1))
+
+
 def main() -> None:
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
@@ -967,11 +975,9 @@ def main() -> None:
     for name in arguments or SECTIONS:
         with section(name):
             SECTIONS[name]()
-    out = os.environ.get("OUT")
-    if out:
-        Path(out, "tail_lab.json").write_text(json.dumps({"results": results, "failures": failures}, indent=1))
     print("\n".join(["", *summary, *(f"FAILED {text[:300]}" for text in failures[:20])]), flush=True)
     print(f"{len(failures)} failures, {time.time() - _start:.0f} s", flush=True)
+    write_json("tail_lab", {"results": results, "failures": failures})
     os._exit(bool(failures))
 
 

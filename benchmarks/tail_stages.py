@@ -585,13 +585,11 @@ def main() -> None:
         for name in [name for name in SECTIONS if name in arguments] or SECTIONS:
             with lab.section(name):
                 SECTIONS[name](kind, cut, Path(folder))
-    out = os.environ.get("OUT")
-    if out:
-        kinds = [name for name in KINDS if getattr(kind, name)]
-        given = {"kind": attrs.asdict(kind), "world": WORLD, "results": lab.results, "failures": lab.failures}
-        Path(out, f"{'-'.join(['tail_stages', *kinds])}.json").write_text(json.dumps(given, indent=1))
     print("\n".join(["", *lab.summary, *(f"FAILED {text[:300]}" for text in lab.failures[:20])]), flush=True)
     print(f"{len(lab.failures)} failures, {time.time() - start:.0f} s", flush=True)
+    kinds = [name for name in KINDS if getattr(kind, name)]
+    given = {"kind": attrs.asdict(kind), "world": WORLD, "results": lab.results, "failures": lab.failures}
+    lab.write_json("-".join(["tail_stages", *kinds]), given)
     os._exit(bool(lab.failures))
 
 

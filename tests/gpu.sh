@@ -20,10 +20,14 @@ export OMP_NUM_THREADS=1 PYTHONUNBUFFERED=1 PYTHONPATH="${PWD}" GLOO_SOCKET_IFNA
 if [ -z "${PYTHON:-}" ]; then
     if [ -x .venv/bin/python ]; then PYTHON=.venv/bin/python; else PYTHON=python3; fi
 fi
-OUT="${OUT:-gpu-results}"
-mkdir -p "${OUT}"
-GPUS="$("${PYTHON}" -c 'import torch; print(torch.cuda.device_count())')"
-if [ "${GPUS:-0}" -eq 0 ]; then
+mkdir -p "${OUT:=gpu-results}"
+OUT="$(cd "${OUT}" && pwd)"
+export OUT
+if ! GPUS="$("${PYTHON}" -c 'import torch; print(torch.cuda.device_count())')"; then
+    echo "${PYTHON} has no torch: \`make setup\` first, or name another one in PYTHON" >&2
+    exit 2
+fi
+if [ "${GPUS}" -eq 0 ]; then
     echo "torch sees no GPU here (${PYTHON})" >&2
     exit 2
 fi
@@ -66,7 +70,7 @@ shared16() { tests shared16 300 16 "${D}/test_tail_cuda.py" --shared-gpu -k "not
 kernels() { run kernels 150 "${PYTHON}" benchmarks/tail_lab.py numerics ranks stop; }
 sanitize() { run sanitize 240 "${PYTHON}" benchmarks/tail_lab.py sanitize; }
 figures() { run figures 120 "${PYTHON}" benchmarks/tail_lab.py bench; }
-stages() { run stages 120 "${PYTHON}" benchmarks/tail_stages.py; }
+stages() { run stages 120 "${PYTHON}" benchmarks/tail_stages.py stages left-out link; }
 nccl() { tests nccl 300 "${GPUS}" "${D}/test_cuda.py" ${DEVICE} --nccl; }
 tiers() { tests tiers 250 "${GPUS}" "${D}/test_tiers.py" --nccl; }
 doctor() { run doctor 60 bash -c 'ranks "$@"' ranks "${GPUS}" -m k3comm doctor --device cuda; }

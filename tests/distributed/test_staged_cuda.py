@@ -33,6 +33,9 @@ from k3comm.tiers import Agreement, Numerics, multimem_ar, peer_ar
 
 BF16 = torch.bfloat16
 HIDDEN, LATENT = 1024, 512
+WINDOWS = Path(k3comm.__file__).parent / "tiers" / "windows" / "default.toml"
+"""Whichever GPU: its MULTIMEM_AR wants room for 8192 rows in the buffer that PEER_AR shares."""
+
 SIZES = (17, 255, 256, 1024, 2047, 2048, 4096, 8192)
 BEYOND = 8193
 """One more than max_tokens: after a reserve."""
@@ -99,7 +102,8 @@ def make(request: pytest.FixtureRequest, gpu: torch.device, engaged: dict[Tier, 
     ) -> Communicator:
         shared_gpu = request.config.getoption("--shared-gpu")
         # TAIL_FUSION has tests of its own, and its self-check takes long where ranks share a GPU.
-        options.setdefault("settings", Settings(allow_shared_device=shared_gpu, disabled={Tier.TAIL_FUSION}))
+        settings = Settings(allow_shared_device=shared_gpu, disabled={Tier.TAIL_FUSION}, windows=str(WINDOWS))
+        options.setdefault("settings", settings)
         spec = LatentMoESpec(hidden_size=hidden, latent_size=latent, top_k=8, max_tokens=8192)
         comm = Communicator.negotiate(spec, dist.group.WORLD, device=gpu, **options)
         made.append(comm)
@@ -176,7 +180,7 @@ def same_everywhere(*outs: torch.Tensor) -> bool:
 
 def test_it_is_agreed_with_room_for_the_windows(make: Make) -> None:
     comm = make()
-    assert comm.agreement.capacities[Tier.PEER_AR] == 8192  # the default windows' MULTIMEM_AR shares the buffer
+    assert comm.agreement.capacities[Tier.PEER_AR] == 8192
     assert comm.memory()["multicast objects"] == 0
     nbytes = comm.memory()["PEER_AR: staging"]
     assert 0 <= nbytes - 8192 * (HIDDEN + LATENT) * 2 < 4096
