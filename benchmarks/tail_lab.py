@@ -949,6 +949,11 @@ def section(name: str) -> Iterator[None]:
     summary.append(f"{name:<12} {'ok' if len(failures) == failed else 'FAILED'}  {time.time() - start:.1f} s")
 
 
+def need_gpu() -> None:
+    if not torch.cuda.is_available():
+        raise SystemExit("torch sees no GPU here, and this measures on one")
+
+
 def write_json(name: str, values: dict[str, Any]) -> None:
     """To the folder $OUT, which is made; nowhere without."""
     out = os.environ.get("OUT")
@@ -970,6 +975,7 @@ def main() -> None:
     unknown = [name for name in arguments if name not in SECTIONS]
     if unknown:
         raise SystemExit(f"{', '.join(unknown)}: not a section; there are {', '.join(SECTIONS)}")
+    need_gpu()
     say(f"{torch.cuda.get_device_name()}, {sms()} SMs, torch {torch.__version__}, {arch()}")
     precompile(arguments or list(SECTIONS))
     for name in arguments or SECTIONS:

@@ -27,7 +27,6 @@ stored, whether anybody has waited for it or not. Differences don't add up: stag
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import shutil
 import statistics
@@ -576,6 +575,7 @@ def main() -> None:
     unknown = [name for name in arguments if name not in (*SECTIONS, *KINDS)]
     if unknown:
         raise SystemExit(f"{', '.join(unknown)}: not known; there are {', '.join((*SECTIONS, *KINDS))}")
+    lab.need_gpu()
     kind = Kind(**{name: name in arguments for name in KINDS})
     lab.say(f"{torch.cuda.get_device_name()}, {lab.sms()} SMs, torch {torch.__version__}, {kind}")
     cut = lab.geometry(lab.K3, WORLD, lab.sms())
