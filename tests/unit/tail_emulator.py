@@ -1,13 +1,14 @@
 """The fused tail's kernels on a CPU: their own source, built by g++ over `emulator/words.cuh`, a fiber a CUDA thread.
 
 What this shows: indices, strides, layouts, the arguments that the host packs, the protocol between ranks that run at
-once in changing orders, with fragments that arrive torn. What it can't: timing, weak memory, and what the tensor cores
-round (here each product is added in fp32).
+once in changing orders, with fragments that arrive torn, and that between kernels of a rank that overlap. What it
+can't: timing, weak memory, and what the tensor cores round (here each product is added in fp32).
 """
 
 from __future__ import annotations
 
 import ctypes
+import enum
 import re
 import shutil
 import struct
@@ -54,6 +55,14 @@ SHARED = {
     r"__shared__ u64 said\[2\];": "u64* said = fixed_shared<u64>(0);",
     r"__shared__ float sums\[WARPS\];": "float* sums = fixed_shared<float>(64);",
 }
+
+
+class Overlap(enum.Enum):
+    """How the kernels of a rank follow each other: `enum Overlap` of emulator.cpp."""
+
+    NONE = 0  # one after another
+    PDL = 1  # the next starts once all CTAs have let it, and waits when it says so
+    FOREIGN = 2  # likewise, and between calls stands a kernel that is not ours, lets the next start and never waits
 
 
 class Kernel(ctypes.Structure):
@@ -207,12 +216,13 @@ class Ranks:
         assert all(word % COMPLETIONS == 0 for word in words)
         return [word // COMPLETIONS for word in words]
 
-    def run(self, *, seed: int = 0, skew: int = 0, silent: int = -1) -> int:
+    def run(self, *, seed: int = 0, skew: int = 0, silent: int = -1, overlap: Overlap = Overlap.NONE) -> int:
         """Runs what the tails were asked for since the last time. 0: it ended; 1: a trap; 2: a deadlock.
 
         Args:
             skew: one in `skew` times a rank is passed over; 0 is never.
             silent: a rank that never starts its last kernel.
+            overlap: of the kernels of a rank, of which at most four are there at once.
         """
         steps = [tail.steps for tail in self.tails]
         kernels = [step.kernel for step in steps[0]]
@@ -222,7 +232,8 @@ class Ranks:
             mine.clear()
         array = (Kernel * len(kernels))(*kernels)
         size = ctypes.sizeof(Arguments)
-        ended = int(self.library.emulate(len(steps), len(kernels), array, packed, size, seed, skew, silent))
+        emulate = self.library.emulate_overlapping
+        ended = int(emulate(len(steps), len(kernels), array, packed, size, seed, skew, silent, overlap.value))
         for tail in self.tails:
             tail.kept.clear()
         return ended

@@ -16,7 +16,7 @@ import pytest
 import tail_emulator
 import torch
 from hypothesis import given
-from tail_emulator import Ranks, outputs
+from tail_emulator import Overlap, Ranks, outputs
 from torch import Tensor
 
 from k3comm.buffers import mailbox
@@ -321,8 +321,14 @@ def exact(group: Ranks, m: int, seed: int = 0, **kind: Any) -> tuple[reference.C
 
 
 @NEEDS_GXX
-@pytest.mark.parametrize("cut", CUTS)
-def test_the_kernels_compute_the_tail(ranks: Callable[..., Ranks], cut: str) -> None:
+@pytest.mark.parametrize(
+    ("cut", "overlap"),
+    [
+        *((cut, Overlap.NONE) for cut in CUTS),
+        *((cut, overlap) for cut in ("three", "boxes") for overlap in (Overlap.PDL, Overlap.FOREIGN)),
+    ],
+)
+def test_the_kernels_compute_the_tail(ranks: Callable[..., Ranks], cut: str, overlap: Overlap) -> None:
     """Chains of calls of changing m, in both forms, ranks running ahead of each other: all regions, all clears."""
     group = ranks(cut)
     kept = []
@@ -330,7 +336,7 @@ def test_the_kernels_compute_the_tail(ranks: Callable[..., Ranks], cut: str) -> 
     for number, m in enumerate(rows):
         case, expected = exact(group, m, number, bias=True, routed_scale=0.5)
         kept.append((expected, ask(group, case, m, list(Form)[number % 2])))
-    assert group.run(seed=1, skew=4) == 0
+    assert group.run(seed=1, skew=4, overlap=overlap) == 0
     assert group.completed() == [len(rows)] * group.geometry.world_size
     assert all(torch.equal(out, expected) for expected, outs in kept for out in outs)
 
@@ -618,6 +624,34 @@ WRONG_BOXES = {
 }
 """Likewise of sm_90a's path."""
 
+WRONG_ORDER = {
+    "calls do not wait for credits": (Overlap.FOREIGN, "while (seen < w.call) {", "while (false) {"),
+    "calls do not wait for calls": (Overlap.FOREIGN, "  w.deadline_ns *= 3;\n  wait_completed(w);", ""),
+    "credits before the calls are done": (Overlap.PDL, "if (peer == 0) wait_completed(w);", ""),
+    "credits are noted before they are in": (
+        Overlap.FOREIGN,
+        "    Patience patience;\n    while (acquire_sys(",
+        "    if (peer == (w.rank == 0)) store_release(&w.counters->credited, w.call + 1);\n"
+        "    Patience patience;\n    while (acquire_sys(",
+    ),
+    "a call is done with the first thread of each CTA": (
+        Overlap.FOREIGN,
+        "complete(const Arguments& a) {\n  sync_block();",
+        "complete(const Arguments& a) {",
+    ),
+    "the next kernel starts before a call has its number": (
+        Overlap.PDL,
+        "  if (threadIdx.x == 0) {\n    const u64 mine = step(",
+        "  launch_dependents();\n  if (threadIdx.x == 0) {\n    const u64 mine = step(",
+    ),
+    "the finish waits for no kernel": (
+        Overlap.PDL,
+        "const u64 call = number;\n  launch_dependents();\n  wait_for_predecessor();",
+        "const u64 call = number;\n  launch_dependents();",
+    ),
+}
+"""Likewise of the order between kernels of a rank that overlap, each with the overlap that shows it."""
+
 
 @NEEDS_GXX
 @pytest.mark.parametrize("wrong", WRONG)
@@ -632,10 +666,22 @@ def test_a_wrong_kernel_for_boxes_is_seen(wrong: str, tmp_path: Path, monkeypatc
 
 
 @NEEDS_GXX
-@pytest.mark.parametrize(("cut", "seeds"), [("three", 6), ("ring of boxes", 2)])
-def test_a_right_kernel_is_not(cut: str, seeds: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("wrong", WRONG_ORDER)
+def test_a_wrong_order_is_seen(wrong: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    overlap, *change = WRONG_ORDER[wrong]
+    assert is_seen("three", (change[0], change[1]), tmp_path, monkeypatch, overlap=overlap)
+
+
+@NEEDS_GXX
+@pytest.mark.parametrize(
+    ("cut", "seeds", "overlap"),
+    [("ring of boxes", 2, Overlap.NONE), *(("three", 6, overlap) for overlap in Overlap)],
+)
+def test_a_right_kernel_is_not(
+    cut: str, seeds: int, overlap: Overlap, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     same = "PHASE_COMPLETION = 1"
-    assert not is_seen(cut, (same, same), tmp_path, monkeypatch, seeds)
+    assert not is_seen(cut, (same, same), tmp_path, monkeypatch, seeds, overlap)
 
 
 def mutate(change: tuple[str, str], folder: Path) -> None:
@@ -651,7 +697,14 @@ def mutate(change: tuple[str, str], folder: Path) -> None:
     assert found
 
 
-def is_seen(cut: str, change: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seeds: int = 6) -> bool:
+def is_seen(
+    cut: str,
+    change: tuple[str, str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    seeds: int = 6,
+    overlap: Overlap = Overlap.NONE,
+) -> bool:
     """Whether a chain of calls shows that the source was changed."""
     mutate(change, tmp_path)
     monkeypatch.setattr(tail_emulator, "FOLDER", tmp_path)
@@ -659,17 +712,20 @@ def is_seen(cut: str, change: tuple[str, str], tmp_path: Path, monkeypatch: pyte
     g = Geometry.choose(hidden, latent, world, arch="sm_90a", capacity=capacity)
     tokens = 64 if g.box_rows else 16
     library = tail_emulator.build(tmp_path / "built", g, tokens, ring=RINGS.get(cut, 0))
-    group = Ranks(library, g, tokens, deadline=2e-2 if g.box_rows else 1e-3)  # boxes take their time
+    group = Ranks(library, g, tokens, deadline=2e-2 if g.box_rows else 5e-3)  # boxes take their time
+    rows = (36, 1, 17, 2, 33, 3) if g.box_rows else (12, 1, 9, 2, 12, 3)
+    if overlap.value:  # of many rows, so that all threads have work up to a call's end
+        rows = (12,) * 8
     for seed in range(seeds):
         group.fill()
         kept = []
-        for number, m in enumerate((36, 1, 17, 2, 33, 3) if g.box_rows else (12, 1, 9, 2, 12, 3)):
+        for number, m in enumerate(rows):
             case, expected = exact(group, m, number)
             if m > 9:
                 case.routed[0, 9, 8:10].view(torch.int16).fill_(-1)
                 expected[9] = float("nan")
-            kept.append((expected, ask(group, case, m, list(Form)[number // 3])))
-        if group.run(seed=seed, skew=3) != 0:
+            kept.append((expected, ask(group, case, m, list(Form)[2 * number // len(rows)])))
+        if group.run(seed=seed, skew=3, overlap=overlap) != 0:
             return True
         if not all(torch.equal(o.nan_to_num(7.0), expected.nan_to_num(7.0)) for expected, outs in kept for o in outs):
             return True

@@ -59,17 +59,31 @@ static void body() {
   swapcontext(&current->context, &scheduler);
 }
 
-struct Running {
+struct Grid {
   std::vector<std::unique_ptr<Fiber>> fibers;
   std::vector<std::unique_ptr<Block>> blocks;
-  int next = 0;  // kernel
+  int number;  // of the kernel in its rank's list
+  bool released() const {
+    return std::all_of(blocks.begin(), blocks.end(), [](auto& b) { return b->released || !b->live; });
+  }
+  bool ended() const {
+    return std::all_of(fibers.begin(), fibers.end(), [](auto& f) { return f->done; });
+  }
+};
+struct Running {
+  std::vector<std::unique_ptr<Grid>> grids;  // the oldest first
+  std::vector<char> ended;                   // by kernel
+  int next = 0;                              // kernel
   int delay = 0;
 };
+enum Overlap { NONE, PDL, FOREIGN };
+constexpr int IN_FLIGHT = 4;  // kernels of a rank
+static int calls[16];         // that each rank has begun, run after run
 
 // What is late lands now; or never.
 extern "C" void land() {
   for (auto& words : late) {
-    for (auto [to, word] : words) *to = word;
+    for (const Late& one : words) *one.to = one.word;
     words.clear();
   }
 }
@@ -77,11 +91,77 @@ extern "C" void forget() {
   for (auto& words : late) words.clear();
 }
 
+static void start(Running& rank, int r, const Kernel& k, const unsigned char* a, Overlap overlap, int skew,
+                  std::mt19937& random) {
+  const bool begins = k.entry != 2 && k.entry != 4;  // a call
+  if (begins) calls[r]++;
+  // A kernel that is not ours, and ends without having waited, is all that the first one of a call could wait for.
+  const bool waits = overlap == PDL || (overlap == FOREIGN && !begins);
+  rank.grids.push_back(std::make_unique<Grid>());
+  Grid& grid = *rank.grids.back();
+  grid.number = rank.next;
+  for (int c = 0; c < k.grid; c++) {
+    grid.blocks.push_back(std::make_unique<Block>());
+    Block* b = grid.blocks.back().get();
+    b->threads = b->live = k.block;
+    b->call = calls[r];
+    if (waits && rank.next) b->awaited = &rank.ended[rank.next - 1];
+    // The last CTA is late more often: it has duties that no other one waits for.
+    if (skew && c == k.grid - 1 && random() % 3 == 0) b->still = random() % 2000;
+    b->memory.assign(k.shared + 128, (char)0xFF);  // NaN
+    b->warps.resize((k.block + 31) / 32);
+    for (int t = 0; t < k.block; t++) {
+      auto f = std::make_unique<Fiber>();
+      f->stack = std::make_unique<char[]>(32768);
+      f->block = b;
+      f->rank = r;
+      f->thread.x = t, f->cta.x = c, f->grid.x = k.grid;
+      getcontext(&f->context);
+      f->context.uc_stack.ss_sp = f->stack.get();
+      f->context.uc_stack.ss_size = 32768;
+      f->context.uc_link = nullptr;
+      makecontext(&f->context, body, 0);
+      grid.fibers.push_back(std::move(f));
+    }
+  }
+  std::shuffle(grid.fibers.begin(), grid.fibers.end(), random);
+  // The first run takes these two.
+  starting_entry = k.entry;
+  starting = a;
+  for (auto& f : grid.fibers) {
+    current = f.get();
+    swapcontext(&scheduler, &current->context);
+  }
+  rank.next++;
+}
+
+static void sweep_over(Grid& grid, Overlap overlap, int skew, std::mt19937& random) {
+  for (auto& b : grid.blocks) {
+    if (b->still > 0) b->still--;
+    else if (skew && random() % (16 * skew) == 0) b->still = random() % 200;
+    if (!overlap) continue;
+    for (Warp& w : b->warps) {  // apart by as much as the next kernel needs to come between
+      if (w.still > 0) w.still--;
+      else if (skew && random() % (64 * skew) == 0) w.still = random() % 500;
+    }
+  }
+  for (auto& f : grid.fibers) {
+    if (f->done || f->block->still > 0 || f->block->warps[f->thread.x / 32].still > 0) continue;
+    if (f->blocked) {
+      if (f->blocked(f.get())) continue;
+      f->blocked = nullptr;
+    }
+    current = f.get();
+    swapcontext(&scheduler, &current->context);
+  }
+}
+
 // 0: all ended. 1: a trap. 2: nobody gets any further.
-extern "C" int emulate(int ranks, int kernels, const Kernel* what, const unsigned char* arguments, int size,
-                       unsigned seed, int skew, int silent) {
+extern "C" int emulate_overlapping(int ranks, int kernels, const Kernel* what, const unsigned char* arguments, int size,
+                                   unsigned seed, int skew, int silent, int overlap) {
   std::mt19937 random(seed);
   std::vector<Running> running(ranks);
+  for (Running& rank : running) rank.ended.resize(kernels);
   trapped = false;
   ticks = 0;
   for (u64 sweep = 0; sweep < 4000000; sweep++) {
@@ -91,70 +171,29 @@ extern "C" int emulate(int ranks, int kernels, const Kernel* what, const unsigne
     std::shuffle(order.begin(), order.end(), random);
     for (int r : order) {
       Running& rank = running[r];
-      if (rank.fibers.empty()) {
-        if (rank.next == kernels || (r == silent && rank.next == kernels - 1)) continue;
-        all_ended = false;
-        if (rank.delay > 0) { rank.delay--; continue; }
-        const Kernel& k = what[rank.next];
+      auto& grids = rank.grids;
+      const bool more = rank.next < kernels && !(r == silent && rank.next == kernels - 1);
+      if (!more && grids.empty()) continue;
+      all_ended = false;
+      const bool let = grids.empty() || (overlap && grids.size() < IN_FLIGHT && grids.back()->released());
+      if (more && let && rank.delay-- <= 0) {
         const unsigned char* a = arguments + ((size_t)r * kernels + rank.next) * size;
-        for (int c = 0; c < k.grid; c++) {
-          rank.blocks.push_back(std::make_unique<Block>());
-          Block* b = rank.blocks.back().get();
-          b->threads = b->live = k.block;
-          // The last CTA is late more often: it has duties that no other one waits for.
-          if (skew && c == k.grid - 1 && random() % 3 == 0) b->still = random() % 2000;
-          b->memory.assign(k.shared + 128, (char)0xFF);  // NaN
-          b->warps.resize((k.block + 31) / 32);
-          for (int t = 0; t < k.block; t++) {
-            auto f = std::make_unique<Fiber>();
-            f->stack = std::make_unique<char[]>(32768);
-            f->block = b;
-            f->rank = r;
-            f->thread.x = t, f->cta.x = c, f->grid.x = k.grid;
-            getcontext(&f->context);
-            f->context.uc_stack.ss_sp = f->stack.get();
-            f->context.uc_stack.ss_size = 32768;
-            f->context.uc_link = nullptr;
-            makecontext(&f->context, body, 0);
-            // The first run takes the arguments from these two.
-            f->seen = (u64)a;
-            f->blocked = nullptr;
-            rank.fibers.push_back(std::move(f));
-          }
-        }
-        std::shuffle(rank.fibers.begin(), rank.fibers.end(), random);
-        starting_entry = k.entry;
-        starting = a;
-        for (auto& f : rank.fibers) {
-          current = f.get();
-          swapcontext(&scheduler, &current->context);
-        }
+        start(rank, r, what[rank.next], a, (Overlap)overlap, skew, random);
+        rank.delay = skew ? random() % (8 * skew) : 0;
+      } else if (skew && random() % skew == 0) {
+        continue;  // this rank stands still for a moment
       } else {
-        all_ended = false;
-        if (skew && random() % skew == 0) continue;  // this rank stands still for a moment
-        for (auto& b : rank.blocks) {
-          if (b->still > 0) b->still--;
-          else if (skew && random() % (16 * skew) == 0) b->still = random() % 200;
-        }
-        for (auto& f : rank.fibers) {
-          if (f->done || f->block->still > 0) continue;
-          if (f->blocked) {
-            if (f->blocked(f.get())) continue;
-            f->blocked = nullptr;
-          }
-          current = f.get();
-          swapcontext(&scheduler, &current->context);
-        }
+        for (auto& grid : grids) sweep_over(*grid, (Overlap)overlap, skew, random);
       }
       if (trapped) return 1;
-      if (!rank.fibers.empty() && std::all_of(rank.fibers.begin(), rank.fibers.end(), [](auto& f) { return f->done; })) {
-        rank.fibers.clear();
-        rank.blocks.clear();
-        rank.next++;
-        rank.delay = skew ? random() % (8 * skew) : 0;
-      }
+      for (auto& grid : grids) rank.ended[grid->number] = grid->ended();
+      grids.erase(std::remove_if(grids.begin(), grids.end(), [](auto& grid) { return grid->ended(); }), grids.end());
     }
     if (all_ended) return 0;
   }
   return 2;
+}
+extern "C" int emulate(int ranks, int kernels, const Kernel* what, const unsigned char* arguments, int size,
+                       unsigned seed, int skew, int silent) {
+  return emulate_overlapping(ranks, kernels, what, arguments, size, seed, skew, silent, NONE);
 }

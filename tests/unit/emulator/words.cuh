@@ -1,8 +1,9 @@
 // Stands in for k3comm/kernels/words.cuh on a CPU: the kernels' own source, compiled by g++, with a fiber a CUDA thread.
 //
-// Every CTA of a grid is there at once; all ranks run at once, each one kernel after another. The scheduler goes through
-// the fibers in an order that changes with the seed. A barrier, a warp-wide operation, and every look at a mailbox or a
-// counter gives way to the others, so a wait waits and a missing barrier shows. Memory is sequentially consistent here.
+// Every CTA of a grid is there at once; all ranks run at once, each one kernel after another or, overlapping, the next
+// one from when all CTAs of the one before have let it. The scheduler goes through the fibers in an order that changes
+// with the seed. A barrier, a warp-wide operation, and every look at a mailbox or a counter gives way to the others, so
+// a wait waits and a missing barrier shows. Memory is sequentially consistent here.
 #pragma once
 #include <ucontext.h>
 
@@ -42,15 +43,19 @@ using std::min;
 struct Barrier { u32 arrivals = 0, arrived = 0, bytes = 0, round = 0; };
 struct Warp {
   int arrived = 0;
+  int still = 0;  // as a block's
   u64 generation = 0;
   u32 words[32][6] = {};
 };
 struct Block {
   int threads, arrived = 0, live;
-  int still = 0;                 // sweeps that it is not run for
+  int still = 0;                  // sweeps that it is not run for
+  int call = 0;                   // of its rank
+  bool released = false;          // the next kernel may start for all that this CTA does
+  const char* awaited = nullptr;  // whether the kernel before has ended, where that is waited for
   u64 generation = 0;
-  std::vector<char> memory;      // dynamic shared memory
-  alignas(16) char fixed[1024];  // static shared memory
+  std::vector<char> memory;       // dynamic shared memory
+  alignas(16) char fixed[1024];   // static shared memory
   std::vector<Warp> warps;
   std::map<u32, Barrier> barriers;  // in its shared memory, by address
   struct { int arrived = 0; u64 generation = 0; } named[4];  // barriers of some of its warps
@@ -71,7 +76,7 @@ struct Fiber {
 extern Fiber* current;
 extern ucontext_t scheduler;
 extern bool trapped;
-struct Late { u32* to; u32 word; };
+struct Late { u32* to; u32 word; int call; };
 extern std::vector<Late> late[16];  // by rank
 
 #define threadIdx (current->thread)
@@ -187,15 +192,20 @@ inline u32 load_l2_u16(const void* p) { return at<uint16_t>(p); }
 inline uint4 load_weight(const void* p) { aligned(p, 16); return at<uint4>(p); }
 inline void prefetch_l2(const void*) {}
 inline void fence_alias() {}
-// What a rank empties is seen by its peers late: as late as its next credit, and over whatever came there by then. What
-// counts for this rank itself, that the word is empty before it looks again, holds since a call lies between.
+// What a rank empties is seen by its peers late: as late as the next call's credit, and over whatever came there by
+// then. What counts for this rank itself, that the word is empty before it looks again, holds: a call lies between.
 template <typename T> void store_own(char* p, T v) {
   aligned(p, sizeof(T));
-  for (size_t i = 0; i < sizeof(T) / 4; i++) late[current->rank].push_back({(u32*)p + i, ((u32*)&v)[i]});
+  for (size_t i = 0; i < sizeof(T) / 4; i++)
+    late[current->rank].push_back({(u32*)p + i, ((u32*)&v)[i], current->block->call});
 }
 inline void release_sys(u64* p, u64 v) {
-  for (auto [to, word] : late[current->rank]) *to = word;
-  late[current->rank].clear();
+  std::vector<Late> own;  // this call's
+  for (const Late& one : late[current->rank]) {
+    if (one.call < current->block->call) *one.to = one.word;
+    else own.push_back(one);
+  }
+  late[current->rank] = own;
   give_way();
   *p = v;
 }
@@ -214,7 +224,15 @@ inline u32 atomicCAS(u32* p, u32 expected, u32 v) { const u32 before = *p; if (b
 inline void __threadfence_system() {}
 inline void __nanosleep(int) { give_way(); }
 inline i64 clock64() { return 0; }
-inline void launch_dependents() {}
-inline void wait_for_predecessor() {}
+inline void launch_dependents() {  // one thread of a CTA is enough
+  current->block->released = true;
+  give_way();
+}
+inline void wait_for_predecessor() {
+  const char* awaited = current->block->awaited;
+  if (!awaited || *awaited) return;
+  current->blocked = [](Fiber* f) { return !*f->block->awaited; };
+  give_way();
+}
 extern u64 ticks;
 inline u64 nanoseconds() { return ticks += 1000; }
