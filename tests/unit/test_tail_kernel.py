@@ -675,13 +675,25 @@ def test_a_wrong_order_is_seen(wrong: str, tmp_path: Path, monkeypatch: pytest.M
 @NEEDS_GXX
 @pytest.mark.parametrize(
     ("cut", "seeds", "overlap"),
-    [("ring of boxes", 2, Overlap.NONE), *(("three", 6, overlap) for overlap in Overlap)],
+    [
+        ("ring of boxes", 2, Overlap.NONE),
+        ("boxes", 3, Overlap.PDL),
+        *(("three", 6, overlap) for overlap in Overlap),
+    ],
 )
 def test_a_right_kernel_is_not(
     cut: str, seeds: int, overlap: Overlap, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     same = "PHASE_COMPLETION = 1"
     assert not is_seen(cut, (same, same), tmp_path, monkeypatch, seeds, overlap)
+
+
+@NEEDS_GXX
+def test_a_wrong_order_is_seen_on_sm_90a_s_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next kernel starts before a call has its number."""
+    place = "  if (threadIdx.x == 0) {\n    mine = step("
+    change = place, f"  launch_dependents();\n{place}"
+    assert is_seen("boxes", change, tmp_path, monkeypatch, seeds=3, overlap=Overlap.PDL)
 
 
 def mutate(change: tuple[str, str], folder: Path) -> None:
