@@ -208,6 +208,7 @@ clear(a, *(const u32*)(memory + USED), region);
         """\
   u64 asked = 0, opened = 0, all_asked = 0, ahead = 0;
   if (lane == 0) {
+    if (a.flags & FRESH_WEIGHTS) wait_for_predecessor();
     const u64 policy = evict_first();
     asked = nanoseconds();""",
     ),

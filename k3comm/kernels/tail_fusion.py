@@ -1,8 +1,8 @@
 """The fused decode tail on a GPU, as the host sees it: variants, workspace, arguments, launches.
 
 **Forms.** Split: `tail_exchange` writes partial products and ends, `tail_finish` does the rest; in a chain with
-programmatic dependent launch the next call's first loads start under it. Whole: `tail_whole`, one kernel, where a call
-stands alone. Both give the same bits.
+programmatic dependent launch the next call's first loads start under it. Whole: `tail_whole`, one kernel, where nothing
+can start under it. Both give the same bits.
 
 **Numerics.** s * g goes in as two BF16 terms, r = rsqrt(mean square) multiplies afterwards (K0, docs/tiers.md). Where
 the first term is not finite the second is zero.

@@ -82,8 +82,8 @@ us up to 16 rows, five and more by 0.5 and more from 4 rows on; at world size 4,
 SM, two were faster by 0.1 to 0.3 us (docs/performance.md)."""
 
 WIDER_ROWS: Final = 2
-"""Rows up to which one box more is better: by 0.3 us at one, with a link emulated, where from two on it is worse by 0.1
-to 0.4."""
+"""Rows up to which one box more is better: by 0.3 us at one, with a link emulated. At two it made no difference beyond
+0.1 us there and on two H200s; from four on it was worse by 0.1 to 0.4."""
 
 POLL_ROWS: Final = 8
 """Rows by which the cost of polling counts in the choice of a cut."""
