@@ -122,19 +122,7 @@ class Rank:
     ) -> Rank:
         layout = self.layout
         lanes = [
-            LaneAddresses.of(
-                rank=self.rank,
-                blocks=blocks,
-                latent=layout.latent(lane, 0),
-                shared=layout.shared(lane, 0),
-                gather=layout.gather(lane),
-                counters=layout.counters(lane),
-                region_bytes=layout.latent(lane, 1) - layout.latent(lane, 0),
-                gather_bytes=layout.gather_bytes,
-                latent_size=self.latent,
-                columns=self.columns,
-                loopback=loopback,
-            )
+            LaneAddresses.of_lane(layout, lane, rank=self.rank, blocks=blocks, loopback=loopback)
             for lane in range(layout.lanes)
         ]
         options.setdefault("deferred", ())

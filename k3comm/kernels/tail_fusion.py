@@ -22,7 +22,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Iterator, Sequence
 from enum import Enum, unique
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import attrs
 import torch
@@ -43,6 +43,9 @@ from k3comm.kernels.tail_geometry import (
     Geometry,
 )
 from k3comm.settings import Settings
+
+if TYPE_CHECKING:
+    from k3comm.buffers.mailbox import MailboxLayout
 
 COMPLETIONS: Final = 1 << 20
 """What a call that is done whole adds to the completion word, as in mailbox.cuh."""
@@ -293,6 +296,33 @@ class LaneAddresses:
             counters=own + counters,
             region_bytes=region_bytes,
             gather_bytes=gather_bytes,
+        )
+
+    @classmethod
+    def of_lane(
+        cls,
+        layout: MailboxLayout,
+        lane: int,
+        *,
+        rank: int,
+        blocks: Sequence[int],
+        multicast: int = 0,
+        loopback: bool = False,
+    ) -> LaneAddresses:
+        """Of one lane of mailboxes; as `of`, with `blocks` and `multicast` where the layout begins."""
+        return cls.of(
+            rank=rank,
+            blocks=blocks,
+            latent=layout.latent(lane, 0),
+            shared=layout.shared(lane, 0),
+            gather=layout.gather(lane),
+            counters=layout.counters(lane),
+            region_bytes=layout.latent(lane, 1) - layout.latent(lane, 0),
+            gather_bytes=layout.gather_bytes,
+            latent_size=layout.latent_size,
+            columns=layout.columns,
+            multicast=multicast,
+            loopback=loopback,
         )
 
 

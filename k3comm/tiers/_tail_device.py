@@ -143,19 +143,13 @@ class DeviceTail:
         )
 
     def _addresses(self, lane: int) -> LaneAddresses:
-        layout, memory, offset = self._layout, self._memory, self._context.offset
-        return LaneAddresses.of(
+        memory, offset = self._memory, self._context.offset
+        return LaneAddresses.of_lane(
+            self._layout,
+            lane,
             rank=self._context.rank,
             blocks=[pointer + offset for pointer in memory.pointers],
             multicast=memory.multicast_ptr + offset if self.transport == "multicast" else 0,
-            latent=layout.latent(lane, 0),
-            shared=layout.shared(lane, 0),
-            gather=layout.gather(lane),
-            counters=layout.counters(lane),
-            region_bytes=layout.latent(lane, 1) - layout.latent(lane, 0),
-            gather_bytes=layout.gather_bytes,
-            latent_size=layout.latent_size,
-            columns=layout.columns,
         )
 
 

@@ -180,20 +180,7 @@ class Ranks:
             Recorded(
                 geometry,
                 rank,
-                [
-                    LaneAddresses.of(
-                        rank=rank,
-                        blocks=[block.data_ptr() for block in self.blocks],
-                        latent=layout.latent(0, 0),
-                        shared=layout.shared(0, 0),
-                        gather=layout.gather(0),
-                        counters=layout.counters(0),
-                        region_bytes=layout.latent(0, 1) - layout.latent(0, 0),
-                        gather_bytes=layout.gather_bytes,
-                        latent_size=layout.latent_size,
-                        columns=layout.columns,
-                    )
-                ],
+                [LaneAddresses.of_lane(layout, 0, rank=rank, blocks=[block.data_ptr() for block in self.blocks])],
                 deadline,
                 tokens,
             )

@@ -145,21 +145,8 @@ def loopback(edits: Sequence[Any], folder: Path, monkeypatch: pytest.MonkeyPatch
     assert cut.box_rows
     assert cut.blocks == 2
     group = Ranks(tail_emulator.build(folder / "built", cut, ROWS, ring=RING), cut, ROWS)
-    layout = group.layout
     group.blocks = group.blocks[:1]
-    lane = LaneAddresses.of(
-        rank=0,
-        blocks=[group.blocks[0].data_ptr()] * 2,
-        latent=layout.latent(0, 0),
-        shared=layout.shared(0, 0),
-        gather=layout.gather(0),
-        counters=layout.counters(0),
-        region_bytes=layout.latent(0, 1) - layout.latent(0, 0),
-        gather_bytes=layout.gather_bytes,
-        latent_size=layout.latent_size,
-        columns=layout.columns,
-        loopback=True,
-    )
+    lane = LaneAddresses.of_lane(group.layout, 0, rank=0, blocks=[group.blocks[0].data_ptr()] * 2, loopback=True)
     group.tails = [Recorded(cut, 0, [lane], 1.0, ROWS)]
     return group
 
