@@ -890,8 +890,8 @@ def arms(world: int) -> Iterator[tuple[str, Geometry, Form, dict[str, Any]]]:
     yield "boxes whole plain", cut, Form.WHOLE, {"settings": PLAIN}
     yield "boxes whole plain link", cut, Form.WHOLE, link | {"settings": PLAIN}
     for window in (3, 5, 6, 10) if world == 2 else (2, 8):
-        yield f"boxes split pdl, window {window}", cut, Form.SPLIT, {"window": window}
-    yield "boxes split pdl, in one burst", cut, Form.SPLIT, {"window": 64}
+        yield f"boxes split pdl, window {window}", cut, Form.SPLIT, {"windows": (window, window)}
+    yield "boxes split pdl, in one burst", cut, Form.SPLIT, {"windows": (64, 64)}
     for group_rows, slices in {4: [(224, 14)], 8: [(64, 8), (224, 28)]}.get(world, []):
         yield f"boxes split pdl, {group_rows} x {slices}", recut(cut, group_rows, slices), Form.SPLIT, {}
 

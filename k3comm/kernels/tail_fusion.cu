@@ -100,8 +100,8 @@ struct Arguments {
   u32 flags;
   float scale, eps;
   u32 link_cycles;             // benchmarks: by how much a publication is held back, to stand for a link
-  u32 window;                  // boxes of weights in flight before the polls are over
-  u32 spare[1];                // a multiple of a tensor map's alignment
+  u32 window;                  // boxes of weights in flight while the kernel before is not over,
+  u32 poll_window;             // and from then on before the polls are over; a multiple of a tensor map's alignment
 };
 static_assert(sizeof(Arguments) == K3_ARGUMENT_BYTES);
 
@@ -203,45 +203,66 @@ static __device__ __noinline__ u32 turn(const Arguments& a, u64 call) {
   return load_gpu(&a.counters->rows[(call + 1) & 1]);
 }
 
-// Latent rows to every rank, shared rows by their columns to the rank that owns them, unless that is this one. In chunks
-// of 32 fragments a warp; neighbouring chunks go to different CTAs, and shared ones come behind the latent ones, so that
-// few rows use many SMs and warps.
+// What is published goes in chunks of 32 fragments a warp; neighbouring chunks go to different CTAs, and shared ones come
+// behind the latent ones, so that few rows use many SMs and warps.
+constexpr int LATENT_CHUNKS = (L / 8 + 31) / 32, SHARED_CHUNKS = ((H - C) / 8 + 31) / 32, STEP = WARPS * CELLS;
+
+// This lane's fragment of a chunk, if it has one: of a row of the latent, or of the shared columns that others own.
+struct Piece {
+  int token, column;
+  bool latent, some;
+};
+DEVICE Piece piece_of(const Arguments& a, int chunk, bool latent) {
+  const int number = latent ? chunk : chunk - a.rows * LATENT_CHUNKS, chunks = latent ? LATENT_CHUNKS : SHARED_CHUNKS;
+  Piece p{number / chunks, 8 * (number % chunks * 32 + (int)(threadIdx.x & 31)), latent, false};
+  p.some = p.column < (latent ? L : H - C);
+  if (!latent && p.column >= a.rank * C) p.column += C;
+  return p;
+}
+
+// Hints, for a call whose inputs are not in the L2 cache: may come before whoever makes them is done.
+DEVICE void expect_published(const Arguments& a) {
+  const int latent = a.rows * LATENT_CHUNKS;
+  for (int chunk = (threadIdx.x >> 5) * CELLS + blockIdx.x; chunk < latent + a.rows * SHARED_CHUNKS; chunk += STEP) {
+    const Piece p = piece_of(a, chunk, chunk < latent);
+    if (threadIdx.x % 8 || !p.some) continue;  // a thread a line of 128 bytes
+    if (!p.latent) prefetch_l2(a.shared_rows + 2 * (p.token * a.shared_stride + p.column));
+#if !K3_DEFERRED
+    else prefetch_l2(a.routed + 2 * (p.token * a.routed_stride + p.column));
+#endif
+  }
+}
+
+// Latent rows to every rank, shared rows by their columns to the rank that owns them, unless that is this one.
 template <bool LATENT, bool SHARED>
 DEVICE void publish(const Arguments& a, int region) {
 #if K3_MULTICAST
   fence_alias();
 #endif
-  constexpr int LATENT_CHUNKS = (L / 8 + 31) / 32, SHARED_CHUNKS = ((H - C) / 8 + 31) / 32, STEP = WARPS * CELLS;
-  const int lane = threadIdx.x & 31, latent = a.rows * LATENT_CHUNKS;
-  const int last = SHARED ? latent + a.rows * SHARED_CHUNKS : latent;
+  const int latent = a.rows * LATENT_CHUNKS, last = SHARED ? latent + a.rows * SHARED_CHUNKS : latent;
   const u64 start = region * a.region_bytes;
   int chunk = (threadIdx.x >> 5) * CELLS + blockIdx.x;
   if (!LATENT)
     while (chunk < latent) chunk += STEP;
   for (; chunk < last; chunk += STEP) {
-    const bool is_latent = LATENT && (!SHARED || chunk < latent);
-    const int number = is_latent ? chunk : chunk - latent;
-    const int token = number / (is_latent ? LATENT_CHUNKS : SHARED_CHUNKS);
-    int column = 8 * (number % (is_latent ? LATENT_CHUNKS : SHARED_CHUNKS) * 32 + lane);
-    const bool some = column < (is_latent ? L : H - C);
-    if (!is_latent && column >= a.rank * C) column += C;
+    const Piece p = piece_of(a, chunk, LATENT && (!SHARED || chunk < latent));
     uint4 v = make_uint4(0, 0, 0, 0);
-    if (is_latent) {
+    if (p.latent) {
 #if K3_DEFERRED
-      v = finalized(a.routed, a.routed_stride, a.index, a.expert_weights, a.top_k, token, column, some);
+      v = finalized(a.routed, a.routed_stride, a.index, a.expert_weights, a.top_k, p.token, p.column, p.some);
 #else
-      if (some) v = load_l2(a.routed + 2 * (token * a.routed_stride + column), uint4());
+      if (p.some) v = load_l2(a.routed + 2 * (p.token * a.routed_stride + p.column), uint4());
 #endif
-    } else if (some) {
-      v = load_l2(a.shared_rows + 2 * (token * a.shared_stride + column), uint4());
+    } else if (p.some) {
+      v = load_l2(a.shared_rows + 2 * (p.token * a.shared_stride + p.column), uint4());
     }
-    if (!some) continue;
+    if (!p.some) continue;
     v = publishable(v);
-    if (is_latent) {
-      put_to_all<MAIL_OWN_LATENT>(a, a.latent, a.latent_all, start + 2 * ((u64)token * W * L + column), v);
+    if (p.latent) {
+      put_to_all<MAIL_OWN_LATENT>(a, a.latent, a.latent_all, start + 2 * ((u64)p.token * W * L + p.column), v);
     } else {
       link(a);
-      store_sys(a.shared[column / C] + start + 2 * ((u64)token * W * C + column % C), v);
+      store_sys(a.shared[p.column / C] + start + 2 * ((u64)p.token * W * C + p.column % C), v);
     }
   }
 }
@@ -328,7 +349,19 @@ DEVICE void split(const float (&x)[8], uint4& high, uint4& low) {
 // Work in units of four owned columns of one row; unit i is row i / per_row, columns 4 * (first + i % per_row) on.
 struct Units {
   int from, step, count, per_row, first;
+  DEVICE int token(int i) const { return i / per_row; }
+  DEVICE int column(int i) const { return 4 * (first + i % per_row); }
 };
+
+// Hints likewise.
+DEVICE void expect_finished(const Arguments& a, const Units& units) {
+  if (threadIdx.x % 16) return;  // a thread a line
+  for (int i = units.from; i < units.count; i += units.step) {
+    const int column = a.rank * C + units.column(i);
+    if (a.residual) prefetch_l2(a.residual + 2 * (units.token(i) * a.residual_stride + column));
+    prefetch_l2(a.shared_rows + 2 * (units.token(i) * a.shared_stride + column));
+  }
+}
 
 DEVICE float4 load_partial(const float* p) {
   const uint4 v = load_l2(p, uint4());
@@ -427,10 +460,10 @@ DEVICE void gather_ranks(const Arguments& a, const Waiting& w, int token, int co
 DEVICE void finish(const Arguments& a, u64 call, const Units& units) {
   const int region = (int)(call % 3);
   for (int i = units.from; i < units.count; i += units.step)
-    finish_unit(a, call, region, i / units.per_row, 4 * (units.first + i % units.per_row));
+    finish_unit(a, call, region, units.token(i), units.column(i));
   const Waiting w = waiting(a, call);
   for (int i = units.from; i < units.count; i += units.step)
-    gather_ranks<0>(a, w, i / units.per_row, 4 * (units.first + i % units.per_row));
+    gather_ranks<0>(a, w, units.token(i), units.column(i));
 }
 
 // Says that the call is done whole: after all clears and re-arms of all CTAs, with release. Every CTA of the last kernel
@@ -487,12 +520,20 @@ extern "C" __global__ void __launch_bounds__(FINISH_THREADS) tail_finish(const _
   __syncthreads();
   const u64 call = number;
   launch_dependents();
-  wait_for_predecessor();
   const Units units{(int)(blockIdx.x * FINISH_THREADS + threadIdx.x), last * FINISH_THREADS, a.rows * (C / 4), C / 4, 0};
+  expect_finished(a, units);
+  wait_for_predecessor();
   finish(a, call, units);
   complete(a);
 }
 #elif K3_ENTRY == 3
+// A group's columns, by the CTAs of all its slices.
+DEVICE Units units_of_group(const Arguments& a) {
+  const int group = blockIdx.x / SLICES, slice = blockIdx.x % SLICES;
+  const int per_row = min(GROUP_TILES * 16, C - group * GROUP_TILES * 16) / 4;
+  return {(int)(slice * THREADS + threadIdx.x), SLICES * THREADS, a.rows * per_row, per_row, group * GROUP_TILES * 4};
+}
+
 extern "C" __global__ void __launch_bounds__(BLOCK, AN_SM) tail_whole(const __grid_constant__ Arguments a) {
 #if K3_BOX_ROWS
   if (threadIdx.x >= THREADS) {
@@ -504,12 +545,12 @@ extern "C" __global__ void __launch_bounds__(BLOCK, AN_SM) tail_whole(const __gr
     exchange_credits_of_call(a);
     return complete(a);
   }
+  expect_finished(a, units_of_group(a));
   const u64 call = exchange(a);
-  const int group = blockIdx.x / SLICES, slice = blockIdx.x % SLICES;
   sync_block();
   if (threadIdx.x == 0) {
     // Two rounds on and on, so that nobody has to reset it: it can't be more than one round further.
-    u32* arrived = &a.counters->arrived[group];
+    u32* arrived = &a.counters->arrived[blockIdx.x / SLICES];
     const u32 before = step_around(arrived, 2 * SLICES), round = before / SLICES;
     Waiting w = waiting(a, call);
     w.deadline_ns *= 2;  // the CTAs that it waits for wait for data, with one
@@ -518,10 +559,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK, AN_SM) tail_whole(const __gr
       while (acquire(arrived) / SLICES == round) patience.lose(w, PHASE_PARTIALS, 0, w.rank);
   }
   sync_block();
-  const int per_row = min(GROUP_TILES * 16, C - group * GROUP_TILES * 16) / 4;
-  const Units units{(int)(slice * THREADS + threadIdx.x), SLICES * THREADS, a.rows * per_row, per_row,
-                    group * GROUP_TILES * 4};
-  finish(a, call, units);
+  finish(a, call, units_of_group(a));
   complete(a);
 }
 #elif K3_ENTRY == 4

@@ -214,7 +214,7 @@ class Arguments(ctypes.Structure):
         ("eps", ctypes.c_float),
         ("link_cycles", ctypes.c_uint32),
         ("window", ctypes.c_uint32),
-        ("spare", ctypes.c_uint32),
+        ("poll_window", ctypes.c_uint32),
     )
 
 
@@ -361,7 +361,7 @@ class TailKernels:
         deferred: dtypes of expert weights that `__call__` will be given.
         forms: what `__call__` will be asked for.
         settings: `pdl` and `poll_deadline` count, and where kernels are cached.
-        credits, link_cycles, window, weights: for benchmarks; `kernel_variant`, and by how many cycles a publication
+        credits, link_cycles, windows, weights: for benchmarks; `kernel_variant`, and by how many cycles a publication
             is held back.
 
     Attributes:
@@ -384,7 +384,7 @@ class TailKernels:
         settings: Settings | None = None,
         credits: bool = True,
         link_cycles: int = 0,
-        window: int | None = None,
+        windows: tuple[int, int] | None = None,
         weights: bool = True,
     ) -> None:
         settings = Settings() if settings is None else settings
@@ -394,7 +394,7 @@ class TailKernels:
         self.record = torch.zeros(RECORD_WORDS, dtype=torch.int32, pin_memory=True)
         options: dict[str, Any] = {"transport": transport, "credits": credits, "link": link_cycles > 0}
         options["weights"] = weights
-        self._window = window
+        self._windows = windows
 
         def launch(entry: Entry, grid: int, block: int, shared: int = 0, **kind: Any) -> Launch:
             compiled = compile_kernel(kernel_variant(geometry, entry, **options, **kind), geometry.arch, settings)
@@ -548,7 +548,7 @@ class TailKernels:
             a.next_norm, a.normed = next_norm_weight.data_ptr(), normed.data_ptr()
             a.flags |= NEXT_NORM_FP32 * (next_norm_weight.dtype == torch.float32)
         a.out, a.rows, a.layer, a.scale = out.data_ptr(), rows, layer, routed_scale
-        a.window = self._window or geometry.window(rows)
+        a.window, a.poll_window = self._windows or geometry.windows(rows)
         packed = bytes(a)
         self._first[form, tokens, dtype](packed)
         if form is Form.SPLIT:

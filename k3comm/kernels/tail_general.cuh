@@ -129,6 +129,7 @@ DEVICE u64 exchange(const Arguments& a) {
     begin(a, said, mine, acquire(&a.counters->credited));
   }
   prefetch_weights(a, group, slice);
+  expect_published(a);
   __syncthreads();
   const u64 call = said[0];
   const int region = (int)(call % 3);

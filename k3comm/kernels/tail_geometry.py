@@ -85,6 +85,11 @@ WIDER_ROWS: Final = 2
 """Rows up to which one box more is better: by 0.3 us at one, with a link emulated. At two it made no difference beyond
 0.1 us there and on two H200s; from four on it was worse by 0.1 to 0.4."""
 
+LATE_ROWS: Final = range(9, 17)
+LATE_WINDOWS: Final = 2, 4
+"""Rows with which fewer boxes are better while the call before is still finishing, and more from then on: by 0.15 us at
+16 on two H200s. With up to 8 rows that was 0.5 to 0.8 worse, at 32 the same."""
+
 POLL_ROWS: Final = 8
 """Rows by which the cost of polling counts in the choice of a cut."""
 
@@ -205,11 +210,13 @@ class Geometry:
         ]
         return fits[-1]
 
-    def window(self, rows: int) -> int:
-        """Boxes of weights in flight before a CTA's polls are over."""
+    def windows(self, rows: int) -> tuple[int, int]:
+        """Boxes of weights in flight while the kernel before is not over, and from then on before the polls are over."""
         if 2 * 2 * self.group_tiles * TILE * self.slice_width <= SM_SHARED:  # the weights of two CTAs
-            return WINDOW - 1
-        return WINDOW + 1 if rows <= WIDER_ROWS else WINDOW
+            return WINDOW - 1, WINDOW - 1
+        if rows <= WIDER_ROWS:
+            return WINDOW + 1, WINDOW + 1
+        return LATE_WINDOWS if rows in LATE_ROWS else (WINDOW, WINDOW)
 
     def finish_blocks(self, rows: int, capacity: int) -> int:
         """CTAs of the finish: a thread for four columns of a row, as far as the grid is resident at once, and one for

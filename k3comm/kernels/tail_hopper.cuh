@@ -19,8 +19,9 @@ static_assert(TOKENS == 4 || TOKENS == 8 || TOKENS == 16 || TOKENS == 32 || TOKE
 static_assert(RING == STRIPES || (RING > 1 && RING < STRIPES));
 
 // Shared memory: weights [RING, GROUP_ROWS, 128 bytes], z [STRIPES, N, 128 bytes], both swizzled; squares of 64 columns
-// [TOKENS, STRIPES]; a barrier a box of the ring, and a stripe of it; the number of the call; whether the window is open;
-// what the call before used.
+// [TOKENS, STRIPES]; a barrier a box of the ring, and a stripe of it; the number of the call; how far it is, for the
+// loading warp (0, then these two); what the call before used.
+enum Progress : u32 { KERNEL_BEFORE_OVER = 1, POLLS_OVER = 2 };
 constexpr int Z = RING_BOXES * BOX_BYTES, SQUARES = Z + STRIPES * N * 128;
 constexpr int LANDED = SQUARES + 4 * TOKENS * STRIPES, FREE = LANDED + 8 * RING_BOXES;
 constexpr int NUMBER = FREE + 8 * RING, OPEN = NUMBER + 8, USED = OPEN + 4;
@@ -44,10 +45,10 @@ DEVICE void load_weights(const Arguments& a) {
   if (lane == 0) {
     if (a.flags & FRESH_WEIGHTS) wait_for_predecessor();
     const u64 policy = evict_first();
-    int window = a.window;  // boxes in flight before the polls are over
+    int window = a.window;
     for (int i = 0; i < BOXES; i++) {
       while (i >= window && !barrier_passed(weights + LANDED + 8 * ((i - window) % RING_BOXES), (i - window) / RING_BOXES & 1))
-        if (look_shared(open)) window = BOXES;
+        if (const u32 now = look_shared(open)) window = now == KERNEL_BEFORE_OVER ? a.poll_window : BOXES;
       const int stripe = i / PARTS, place = i % RING_BOXES;
       if (stripe >= RING) barrier_wait(weights + FREE + 8 * (stripe % RING), stripe / RING + 1 & 1);
       barrier_expect(weights + LANDED + 8 * place, BOX_BYTES);
@@ -113,7 +114,7 @@ DEVICE void reduce_latent(const Arguments& a, u64 call, int region, int slice, c
     } else if (at < tokens) {
       add_ranks<0, uint4>(s[0], latent_slots(a, region, at, column), w, PHASE_LATENT, at);
     }
-    if (threadIdx.x == 0) set_shared((u32*)(memory + OPEN), 1);
+    if (threadIdx.x == 0) set_shared((u32*)(memory + OPEN), POLLS_OVER);
 #pragma unroll
     for (int b = 0; b < BATCH; b++) {
       const int token = at + b * AT_A_TIME;
@@ -205,12 +206,14 @@ DEVICE u64 exchange(const Arguments& a) {
   const int column = slice * SLICE + 8 * (threadIdx.x % FRAGMENTS);
   if (a.norm) prefetch_l2(a.norm + (a.flags & NORM_FP32 ? 4 : 2) * column);
   __syncthreads();  // the barriers are there; the loads begin
+  expect_published(a);
   if (threadIdx.x == 0) begin(a, number, mine, credited);
   sync_block();
   const u64 call = *number;
   const int region = (int)(call % 3);
   launch_dependents();
   wait_for_predecessor();
+  if (threadIdx.x == 0) set_shared((u32*)(memory + OPEN), KERNEL_BEFORE_OVER);
   if (threadIdx.x == THREADS - 1) *(u32*)(memory + USED) = turn(a, call);
   // Many rows of latent take a while on a link, and are waited for; the products give shared ones time.
   constexpr bool SHARED_AT_ONCE = TOKENS <= 16;

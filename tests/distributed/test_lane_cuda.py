@@ -9,6 +9,7 @@ import itertools
 import random
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -25,6 +26,9 @@ from k3comm.tiers import Numerics, fused_lane_ar
 
 BF16 = torch.bfloat16
 HIDDEN, LATENT = 1024, 512
+WINDOWS = Path(k3comm.__file__).parent / "tiers" / "windows" / "default.toml"
+"""Whichever GPU: its PEER_AR wants room for 8192 rows, which are 25 MB of these widths."""
+
 MOST = (1 << 20) // (2 * (HIDDEN + LATENT))
 """Rows of a lane at these widths, by `make`, so that few are many."""
 layers = itertools.count()
@@ -372,17 +376,19 @@ def test_without_the_block_the_library_does_it(make: Make, monkeypatch: pytest.M
     options: dict[str, Any] = {}
     if why == "nobody needs the block":
         options["settings"] = {"disabled": {Tier.PEER_AR, Tier.MULTIMEM_AR}}
-    elif dist.get_rank() == 1:
-        from k3comm.buffers.cuda import CudaMemory
+    else:
+        options["settings"] = {"windows": WINDOWS}
+        if dist.get_rank() == 1:
+            from k3comm.buffers.cuda import CudaMemory
 
-        allocate = CudaMemory.allocate
+            allocate = CudaMemory.allocate
 
-        def refuse(memory: CudaMemory, nbytes: int) -> None:
-            if nbytes > 16 << 20:  # the staging block; the decode block is smaller
-                raise OSError(12, "made to fail")
-            allocate(memory, nbytes)
+            def refuse(memory: CudaMemory, nbytes: int) -> None:
+                if nbytes > 16 << 20:  # the staging block; the decode block is smaller
+                    raise OSError(12, "made to fail")
+                allocate(memory, nbytes)
 
-        monkeypatch.setattr(CudaMemory, "allocate", refuse)
+            monkeypatch.setattr(CudaMemory, "allocate", refuse)
     comm = make(**options)
     assert Tier.PEER_AR not in comm.agreement
     case = integers(comm, 16)

@@ -118,7 +118,7 @@ class Recorded(TailKernels):
     def __init__(
         self, geometry: Geometry, rank: int, lanes: Sequence[LaneAddresses], deadline: float, tokens: int
     ) -> None:
-        self.geometry, self.rank, self._maps, self._window = geometry, rank, {}, 2
+        self.geometry, self.rank, self._maps, self._windows = geometry, rank, {}, (2, 3)
         self.record = torch.zeros(RECORD_WORDS, dtype=torch.int32)
         self.steps: list[Step] = []
 

@@ -646,8 +646,8 @@ WRONG_ORDER = {
     ),
     "the finish waits for no kernel": (
         Overlap.PDL,
-        "const u64 call = number;\n  launch_dependents();\n  wait_for_predecessor();",
-        "const u64 call = number;\n  launch_dependents();",
+        "  expect_finished(a, units);\n  wait_for_predecessor();",
+        "  expect_finished(a, units);",
     ),
 }
 """Likewise of the order between kernels of a rank that overlap, each with the overlap that shows it."""

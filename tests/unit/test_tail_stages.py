@@ -123,12 +123,14 @@ def test_nanoseconds_of_today_are_told_apart() -> None:
         assert alone[name] == ([3 * (slot - first) + cta for cta in ctas] if stage.time else [7, 7, 7])
         assert found[name] == ([1000 + 3 * (slot - last) + cta for cta in ctas] if stage.time else [7, 7, 7])
     assert stages.clock_step(parts) == 1
-    span = 3 * (names.index("LANDED") - names.index("ASKED"))
-    shard = 2 * K3.columns * K3.latent_size
-    assert stages.reading(parts, K3) == {"median CTA": shard / span / 1e3, "all CTAs": shard / (span + 1) / 1e3}
+    box = 2 * K3.columns * K3.latent_size / 28
+    span = 3 * (names.index("OPENED") - names.index("ASKED"))
+    assert stages.reading(parts, K3, window=3) == pytest.approx((7 - 3) * box / span / 1e3)
     parts["exchange"][3, 1, first] = 0
-    parts["exchange"][3, 1, names.index("OPENED")] = 0  # not every window has to open
+    parts["exchange"][..., names.index("OPENED")] = 0  # not every window has to open
     assert stages.missing(parts) == ["BEGUN"]
+    span = 3 * (names.index("ALL_ASKED") - names.index("ASKED"))
+    assert stages.reading(parts, K3, window=3) == pytest.approx((28 - 3) * box / span / 1e3)
 
 
 # On the emulator, in loopback as on a GPU
@@ -195,9 +197,9 @@ def test_stamps_of_every_stage_and_the_results_of_what_ships(tmp_path: Path, mon
     assert stages.missing(parts) == []
     at = {name: parts[stage.where][..., slot] for slot, (name, stage) in enumerate(stages.STAGES.items())}
     for order in (
-        ("BEGUN", "FREED", "PUBLISHED", "LATENT", "ISSUED", "EMPTIED", "MADE", "ENDED"),
+        ("BEGUN", "FREED", "PUBLISHED", "LATENT", "COME", "LANDED", "ISSUED", "EMPTIED", "MADE", "ENDED"),
         ("FREED", "TURN", "LATENT"),
-        ("ASKED", "ALL_ASKED", "LANDED"),
+        ("ASKED", "ALL_ASKED"),
         ("STARTED", "KNOWN", "RECEIVED", "SENT", "GATHERED", "DONE"),
         ("CREDITS", "CREDITED"),
     ):
