@@ -832,41 +832,64 @@ LAYERS = 24
 BENCH_ROWS = (1, 2, 4, 8, 16, 32, 64)
 
 
-def chain_time(
-    one: Rank, layers: list[Data], m: int, form: Form, *, calls: int = 192, replays: int = 11
-) -> tuple[float, float]:
-    """Microseconds a call in a graph of chained layers (the residual is the result before), median and least."""
-    rows = slice(m)
-    outs = [torch.empty(m, one.hidden, dtype=BF16, device="cuda") for _ in range(2)]
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
+CALLS = 192
+"""Of a chain."""
 
-    def act(n: int) -> None:
-        for call in range(n):
-            data = layers[call % len(layers)]
-            given = data.arguments(one.rank, rows)
-            if call:
-                given["residual"] = outs[(call + 1) % 2]
-            one.tail(**given, out=outs[call % 2], form=form)
 
-    with torch.cuda.stream(stream):
-        act(3)
-    torch.cuda.current_stream().wait_stream(stream)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        act(calls)
-    graph.replay()
-    torch.cuda.synchronize()
-    times = []
-    for _ in range(replays):
+class Chain:
+    """Calls of m rows in a graph, the residual of each the result before, weights of all layers in turn.
+
+    Args:
+        one: whose; None for nothing but what comes before each call.
+        before: is told the number of each call, and puts kernels in front of it.
+    """
+
+    def __init__(
+        self,
+        one: Rank | None,
+        layers: Sequence[Data],
+        m: int,
+        form: Form = Form.SPLIT,
+        *,
+        calls: int = CALLS,
+        before: Callable[[int], object] | None = None,
+    ) -> None:
+        outs = [torch.empty(m, layers[0].shape[0], dtype=BF16, device="cuda") for _ in range(2)]
+
+        def act(n: int) -> None:
+            for call in range(n):
+                if before is not None:
+                    before(call)
+                if one is None:
+                    continue
+                given = layers[call % len(layers)].arguments(one.rank, slice(m))
+                if call:
+                    given["residual"] = outs[(call + 1) % 2]
+                one.tail(**given, out=outs[call % 2], form=form)
+
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            act(3)
+        torch.cuda.current_stream().wait_stream(stream)
+        torch.cuda.synchronize()
+        self.calls, self.outs, self.graph = calls, outs, torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self.graph):
+            act(calls)
+
+    def replay(self) -> float:
+        """Microseconds a call."""
         first, last = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         first.record()
-        graph.replay()
+        self.graph.replay()
         last.record()
         torch.cuda.synchronize()
-        times.append(first.elapsed_time(last) * 1e3 / calls)
-    return statistics.median(times), min(times)
+        return float(first.elapsed_time(last)) * 1e3 / self.calls
+
+    def times(self, replays: int = 11) -> list[float]:
+        """Of so many replays behind a first one."""
+        self.replay()
+        return [self.replay() for _ in range(replays)]
 
 
 BENCH_WORLDS = (2, 4, 8)
@@ -906,9 +929,9 @@ def bench() -> None:
             before = one.tail.launches
             medians = []
             for m in BENCH_ROWS:
-                median, least = chain_time(one, layers, m, form)
-                results[f"bench W {world} {name} m {m}"] = {"median_us": median, "least_us": least}
-                medians.append(median)
+                times = Chain(one, layers, m, form).times()
+                medians.append(statistics.median(times))
+                results[f"bench W {world} {name} m {m}"] = {"median_us": medians[-1], "least_us": min(times)}
             check(one.tail.launches > before, f"bench {name}: nothing was launched")
             table[name] = medians
             say(f"bench W {world} {name}: {' '.join(f'{t:.2f}' for t in medians)}")

@@ -51,16 +51,11 @@ from k3comm.kernels.tail_fusion import Entry, Form, kernel_variant
 from k3comm.kernels.tail_geometry import FINISH_BLOCKS, STRIPE, TILE, Geometry
 
 WORLD = 2
-CALLS = 192
-"""Of a chain."""
-
 KEPT = 64
 """The last calls of a chain, whose stamps are kept."""
 
 EDGE = 8
 """The very last ones, which are not looked at: fewer and fewer calls come behind them."""
-
-REPLAYS = 11
 
 # Sources
 
@@ -204,8 +199,9 @@ clear(a, *(const u32*)(memory + USED), region);
         "if (i == STRIPES - 1) stamp(a, *(const u64*)(memory + NUMBER), AT_COME);\n",
     ),
     before("    product_begin();", "if (i == STRIPES - 1) stamp(a, *(const u64*)(memory + NUMBER), AT_LANDED);\n"),
-    # Its loading warp, which must not look for what has landed: that cost 0.6 to 4 us a call. What is known of it is that
-    # a box was there when the one a window further was asked for. The call's number is there once the polls are over.
+    # Its loading warp, which must not look for what has landed: that cost 0.6 to 4 us a call. What is known of it is
+    # that a box was there when the one a window further was asked for. The call's number is there once the polls are
+    # over.
     Edit(
         """\
   if (lane == 0) {
@@ -400,46 +396,10 @@ def twice_the_cache() -> Tensor:
     return torch.empty(nbytes, dtype=torch.uint8, device="cuda")
 
 
-class Chain:
-    """CALLS calls of m rows in a graph, the residual of each the result before; of `one`, or of nothing but the kernels
-    in front of them."""
-
-    def __init__(self, one: lab.Rank | None, m: int, kind: Kind) -> None:
-        outs = [torch.empty(m, lab.K3[0], dtype=lab.BF16, device="cuda") for _ in range(2)]
-
-        def act(calls: int) -> None:
-            for call in range(calls):
-                if kind.isolated:
-                    twice_the_cache().fill_(call % 7)
-                if one is None:
-                    continue
-                given = layers()[call % lab.LAYERS].arguments(one.rank, slice(m))
-                if call:
-                    given["residual"] = outs[(call + 1) % 2]
-                one.tail(**given, out=outs[call % 2], form=Form.SPLIT)
-
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            act(3)
-        torch.cuda.current_stream().wait_stream(stream)
-        torch.cuda.synchronize()
-        self.outs, self.graph = outs, torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self.graph):
-            act(CALLS)
-
-    def replay(self) -> float:
-        """Microseconds a call."""
-        first, last = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        first.record()
-        self.graph.replay()
-        last.record()
-        torch.cuda.synchronize()
-        return float(first.elapsed_time(last)) * 1e3 / CALLS
-
-    def median(self) -> float:
-        self.replay()
-        return statistics.median(self.replay() for _ in range(REPLAYS))
+def chain_of(one: lab.Rank | None, m: int, kind: Kind) -> lab.Chain:
+    """A chain of `one`'s calls, or of nothing but the kernels in front of them."""
+    before = (lambda call: twice_the_cache().fill_(call % 7)) if kind.isolated else None
+    return lab.Chain(one, layers(), m, before=before)
 
 
 # When each stage is over
@@ -515,7 +475,7 @@ def stages(kind: Kind, cut: Geometry, folder: Path) -> None:
     taken: list[float] = []
     one = rank_of(cut, source, stamps, **kind.options)
     for m in lab.BENCH_ROWS:
-        chain = Chain(one, m, kind)
+        chain = chain_of(one, m, kind)
         for _ in range(3):
             chain.replay()
         stamps.zero_()
@@ -553,10 +513,10 @@ def left_out(kind: Kind, cut: Geometry, folder: Path) -> None:
     table: dict[str, list[float]] = {}
     for name, arm in arms.items():
         one = rank_of(cut, sources[name], **kind.options, **arm.options)
-        table[name] = [Chain(one, m, kind).median() for m in lab.BENCH_ROWS]
+        table[name] = [statistics.median(chain_of(one, m, kind).times()) for m in lab.BENCH_ROWS]
         lab.say(f"{name}: {' '.join(f'{us:.2f}' for us in table[name])}")
     if kind.isolated:
-        table["the kernels in front alone"] = [Chain(None, 1, kind).median()] * len(lab.BENCH_ROWS)
+        table["the kernels in front alone"] = [statistics.median(chain_of(None, 1, kind).times())] * len(lab.BENCH_ROWS)
     lab.summary.append(f"{'us a call, and more than whole':<32}" + "".join(f"{f'm={m}':>14}" for m in lab.BENCH_ROWS))
     for name, row in table.items():
         for m, us, whole in zip(lab.BENCH_ROWS, row, table["whole"], strict=True):

@@ -74,6 +74,7 @@ stages() { run stages 120 "${PYTHON}" benchmarks/tail_stages.py stages left-out 
 nccl() { tests nccl 300 "${GPUS}" "${D}/test_cuda.py" ${DEVICE} --nccl; }
 tiers() { tests tiers 250 "${GPUS}" "${D}/test_tiers.py" --nccl; }
 doctor() { run doctor 60 bash -c 'ranks "$@"' ranks "${GPUS}" -m k3comm doctor --device cuda; }
+chains() { run chains 90 bash -c 'ranks "$@"' ranks "${GPUS}" benchmarks/tail_ranks.py; }
 bench() {
     run bench 400 bash -c 'ranks "$@"' ranks "${GPUS}" -m k3comm bench --rows "${ROWS:-1,2,4,8,16,32,64}" \
         --replays "${REPLAYS:-200}" --json "${OUT}/bench.json"
@@ -91,8 +92,8 @@ overlap() {
 IFS=, read -ra DEVICES <<<"${CUDA_VISIBLE_DEVICES:-$(seq -s, 0 $((GPUS - 1)))}"
 
 ONE_GPU="launch kernels sanitize shared2 shared4 shared8 shared16" # tests on one GPU, in any company
-ALONE="nccl tiers doctor overlap figures stages bench prefill" # all GPUs, or figures
-PAIR="nccl tiers overlap bench prefill"                       # two GPUs at least
+ALONE="nccl tiers doctor overlap figures stages chains bench prefill" # all GPUs, or figures
+PAIR="nccl tiers overlap chains bench prefill"                       # two GPUs at least
 
 chosen="${*:-${ONE_GPU} ${ALONE}}"
 for section in ${chosen}; do
@@ -126,7 +127,7 @@ for section in ${chosen}; do
     esac
 done
 wait
-for log in figures stages bench prefill overlap_us; do
+for log in figures stages chains bench prefill overlap_us; do
     if [ -s "${OUT}/${log}.log" ]; then tail -45 "${OUT}/${log}.log"; fi
 done
 cat "${OUT}/sections.txt"

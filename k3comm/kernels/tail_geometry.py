@@ -211,7 +211,7 @@ class Geometry:
         return fits[-1]
 
     def windows(self, rows: int) -> tuple[int, int]:
-        """Boxes of weights in flight while the kernel before is not over, and from then on before the polls are over."""
+        """Boxes of weights in flight while the kernel before is not over, and from then on up to the end of the polls."""
         if 2 * 2 * self.group_tiles * TILE * self.slice_width <= SM_SHARED:  # the weights of two CTAs
             return WINDOW - 1, WINDOW - 1
         if rows <= WIDER_ROWS:

@@ -123,6 +123,14 @@ def test_kimi_k3_keeps_the_prototype_s_cut() -> None:
     assert [g.finish_blocks(m, 132) for m in (1, 2, 64)] == [8, 15, 449]
 
 
+def test_windows_as_they_were_measured() -> None:
+    """By rows where an SM holds the weights of one CTA; two boxes where it holds those of two."""
+    one, two = (Geometry.choose(7168, 3584, world, arch="sm_90a", capacity=132) for world in (2, 4))
+    expected = {1: (4, 4), 2: (4, 4), 3: (3, 3), 8: (3, 3), 9: (2, 4), 16: (2, 4), 17: (3, 3), 64: (3, 3)}
+    assert {rows: one.windows(rows) for rows in expected} == expected
+    assert {two.windows(rows) for rows in expected} == {(2, 2)}
+
+
 @pytest.mark.parametrize("world", [4, 8, 16])
 def test_kimi_k3_on_more_ranks_fits_an_sm_twice(world: int) -> None:
     """Call n + 1 loads its weights under call n: two blocks and one of the finish, a KiB each for the driver."""

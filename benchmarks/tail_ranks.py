@@ -1,0 +1,143 @@
+"""The fused tail's kernels between GPUs and nothing beside them: what a call takes, with other windows of weights too.
+
+    PYTHONPATH=. torchrun --standalone --nproc-per-node 2 benchmarks/tail_ranks.py --windows 3x3,2x4
+
+A GPU a rank, no communicator, no rivals, no check of results (`k3comm bench` has all of these): a look at one change
+of the kernels in 20 seconds. Chains of 192 calls in a graph, each result the next one's residual, the weights of 24
+layers in turn; 11 replays, the median of the slowest rank. Every choice takes its turn twice, in opposite order;
+printed are the better one and, behind a plus, by how much the other one was worse.
+
+`--windows`: boxes of weights in flight before and after the kernel in front of a call is over, as `Geometry.windows`
+says by itself. `--whole`: one kernel a call. `--isolated`: before each call a kernel writes twice the L2 cache, whose
+own time is taken off.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import tail_lab as lab
+import torch
+import torch.distributed as dist
+import torch.distributed._symmetric_memory as symmetric
+
+from k3comm.kernels.tail_fusion import Form
+from k3comm.kernels.tail_geometry import MAX_ROWS
+
+TURNS = 2
+ISOLATED_CALLS = 48
+"""Of a chain whose calls stand alone."""
+
+
+def windows_of(text: str) -> tuple[int, int]:
+    """Raises ArgumentTypeError for anything but two numbers from 1."""
+    try:
+        first, second = map(int, text.split("x"))
+    except ValueError:
+        first = second = 0
+    if min(first, second) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} given; accepted are two numbers from 1 with an x between, as 3x3")
+    return first, second
+
+
+def rows_of(text: str) -> list[int]:
+    """Raises ArgumentTypeError for anything but numbers of rows."""
+    try:
+        rows = [int(part) for part in text.split(",")]
+    except ValueError:
+        rows = [0]
+    if not all(1 <= m <= MAX_ROWS for m in rows):
+        raise argparse.ArgumentTypeError(f"{text!r} given; accepted are numbers from 1 to {MAX_ROWS}, as 1,4,16")
+    return rows
+
+
+def parser() -> argparse.ArgumentParser:
+    made = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n", maxsplit=1)[0])
+    made.add_argument("--windows", type=lambda text: [windows_of(part) for part in text.split(",")], default=[])
+    made.add_argument("--rows", type=rows_of, default=list(lab.BENCH_ROWS))
+    made.add_argument("--whole", action="store_true")
+    made.add_argument("--isolated", action="store_true")
+    return made
+
+
+def slowest(us: float) -> float:
+    every = torch.tensor([us])
+    dist.all_reduce(every, op=dist.ReduceOp.MAX)
+    return float(every)
+
+
+def time_of(
+    one: lab.Rank | None, layers: list[lab.Data], m: int, form: Form, before: Callable[[int], object] | None
+) -> float:
+    calls = lab.CALLS if before is None else ISOLATED_CALLS
+    return slowest(statistics.median(lab.Chain(one, layers, m, form, calls=calls, before=before).times()))
+
+
+def measure(options: argparse.Namespace, rank: int, world: int) -> dict[str, list[list[float]]]:
+    """Microseconds a call, by choice, turn and number of rows."""
+    block = symmetric.empty(
+        lab.Rank(rank, world, lab.K3).layout.nbytes, dtype=torch.uint8, device=torch.device("cuda", rank)
+    )
+    assert dist.group.WORLD is not None
+    handle = symmetric.rendezvous(block, dist.group.WORLD.group_name)
+    layers = [lab.Data(world, MAX_ROWS, lab.K3, 900 + n) for n in range(lab.LAYERS)]
+    before: Callable[[int], object] | None = None
+    if options.isolated:
+        nbytes = 2 * torch.cuda.get_device_properties(rank).L2_cache_size
+        twice_the_cache = torch.empty(nbytes, dtype=torch.uint8, device="cuda")
+        before = lambda call: twice_the_cache.fill_(call % 7)  # noqa: E731
+    form = Form.WHOLE if options.whole else Form.SPLIT
+    choices: list[tuple[str, dict[str, Any]]] = [("as shipped", {})]
+    choices += [(f"windows {a} x {b}", {"windows": (a, b)}) for a, b in options.windows]
+    cut = lab.geometry(lab.K3, world, lab.sms())
+    found: dict[str, list[list[float]]] = {}
+    for turn in range(TURNS):
+        for name, more in choices[:: -1 if turn % 2 else 1]:
+            one = lab.Rank(rank, world, lab.K3, block=block)
+            one.connect(cut, [int(p) for p in handle.buffer_ptrs], lab.sms(), forms=(form,), **more)
+            torch.cuda.synchronize()
+            row = []
+            for m in options.rows:
+                dist.barrier()
+                us = time_of(one, layers, m, form, before)
+                row.append(us - time_of(None, layers, m, form, before) if before is not None else us)
+            found.setdefault(name, []).append(row)
+            torch.cuda.synchronize()
+            dist.barrier()
+    return found
+
+
+def main() -> None:
+    options = parser().parse_args()
+    for name, value in lab.ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    if "RANK" not in os.environ:
+        raise SystemExit("started without torchrun: see the top of the file")
+    lab.need_gpu()
+    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    if world < 2 or world > torch.cuda.device_count():
+        raise SystemExit(f"{world} ranks given; accepted are 2 to {torch.cuda.device_count()}, a GPU each")
+    torch.cuda.set_device(rank)
+    dist.init_process_group("gloo")
+    found = measure(options, rank, world)
+    if rank == 0:
+        print(f"{'us a call':<20}" + "".join(f"{f'm={m}':>14}" for m in options.rows))
+        for name, turns in found.items():
+            cells = [f"{min(us):.2f} +{max(us) - min(us):.2f}" for us in zip(*turns, strict=True)]
+            print(f"{name:<20}" + "".join(f"{cell:>14}" for cell in cells))
+            lab.results[name] = turns
+        kinds = [kind for kind in ("whole", "isolated") if getattr(options, kind)]
+        lab.write_json("-".join(["tail_ranks", *kinds]), {"world": world, "rows": options.rows, "results": lab.results})
+    sys.stdout.flush()
+    torch.cuda.synchronize()
+    dist.barrier()
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()
