@@ -87,8 +87,8 @@ WIDER_ROWS: Final = 2
 
 LATE_ROWS: Final = range(9, 17)
 LATE_WINDOWS: Final = 2, 4
-"""Rows with which fewer boxes are better while the call before is still finishing, and more from then on: by 0.15 us at
-16 on two H200s. With up to 8 rows that was 0.5 to 0.8 worse, at 32 the same."""
+"""Rows with which fewer boxes are better while the call before is still finishing, and more from then on: by 0.15 to
+0.3 us at 16 on two H200s. With up to 8 rows that was 0.4 to 1.1 worse, at 32 0.2."""
 
 POLL_ROWS: Final = 8
 """Rows by which the cost of polling counts in the choice of a cut."""
