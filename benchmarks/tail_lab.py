@@ -105,6 +105,7 @@ class Rank:
             hidden_size=self.hidden, latent_size=self.latent, world_size=world, max_rows=MAX_ROWS, lanes=lanes
         )
         self.block = torch.empty(self.layout.nbytes, dtype=torch.uint8, device="cuda") if block is None else block
+        self.tail: Any = None
         self.fill()
 
     def fill(self, calls: int = 0) -> None:
@@ -116,6 +117,8 @@ class Rank:
             words = self.block[start : start + COUNTER_BYTES].view(torch.int64)
             words[:MAX_CELLS] = calls
             words[COMPLETED], words[CREDITED] = calls * COMPLETIONS, calls
+        if self.tail is not None:
+            self.tail.fill()
 
     def connect(
         self, geometry: Geometry, blocks: Sequence[int], capacity: int, *, loopback: bool = False, **options: Any
@@ -274,9 +277,13 @@ def cuts(sections: Sequence[str]) -> Iterator[tuple[Geometry, Sequence[Form], Se
     n, both = sms(), tuple(Form)
     if "numerics" in sections:
         for shape, world, general in NUMERICS:
-            yield geometry(shape, world, n, general), both, deferred_in(shape, world), {}
+            cut = geometry(shape, world, n, general)
+            yield cut, both, deferred_in(shape, world), {}
+            if cut.box_rows:
+                yield cut, both, (), {"two_shot": True}
     if "ranks" in sections:
         yield from ((geometry(shape, world, n // world), both, (), {}) for shape, world in STREAMS)
+        yield from ((geometry(shape, world, n // world), both, (), {"two_shot": True}) for shape, world in STREAMS)
     if "processes" in sections:
         yield from ((geometry(PROCESS_SHAPE, world, n), both, (), {}) for world in PROCESS_WORLDS)
     if "stop" in sections:
@@ -284,7 +291,7 @@ def cuts(sections: Sequence[str]) -> Iterator[tuple[Geometry, Sequence[Form], Se
     if "bench" in sections:
         for world in BENCH_WORLDS:
             for _, cut, form, options in arms(world):
-                kind = {name: value for name, value in options.items() if name in ("credits", "weights")}
+                kind = {name: value for name, value in options.items() if name in ("credits", "weights", "two_shot")}
                 yield cut, (form,), (), kind | {"link": "link_cycles" in options}
 
 
@@ -361,6 +368,12 @@ def numerics() -> None:
                 one.tail(**layer.arguments(one.rank, slice(m)), form=form, out=out)
                 torch.cuda.synchronize()
                 check(same(out, expected[:m]), f"{what}: row bits change with m = {m}, {form.value}")
+        if cut.box_rows:
+            two = loopback(shape, world, rank=world - 1, cut=cut, two_shot=True)
+            for m in ROWS[ROWS.index(17) :]:
+                for form in Form:
+                    out = two.tail(**layer.arguments(two.rank, slice(m)), form=form, out=poisoned(m, shape[0]))
+                    check(same(out, expected[:m]), f"{what}: two shots change row bits with m = {m}, {form.value}")
         own = own_columns(what, expected, one)
         meter.add(own, *layer.truth(one.rank))
         for seed in range(2, 2 + max(1, 400_000 // (64 * one.columns))):
@@ -466,6 +479,8 @@ def ranks() -> None:
         random_walk(shape, world, every, streams)
         graphs(shape, world, every, streams)
         special_values(shape, world, every, streams)
+        if geometry(shape, world, sms() // world).box_rows:
+            random_walk(shape, world, ranks_of(shape, world, lanes=2, two_shot=True), streams, " in two shots")
 
 
 def all_ranks(
@@ -484,9 +499,11 @@ def all_ranks(
         torch.cuda.current_stream().wait_stream(stream)
 
 
-def random_walk(shape: tuple[int, int], world: int, every: list[Rank], streams: list[torch.cuda.Stream]) -> None:
+def random_walk(
+    shape: tuple[int, int], world: int, every: list[Rank], streams: list[torch.cuda.Stream], note: str = ""
+) -> None:
     """Eager calls of changing m, form and lane under random skew, from counters that are about to wrap at 32 bits."""
-    what, rng = f"ranks {shape} W {world}", random.Random(world)
+    what, rng = f"ranks {shape} W {world}{note}", random.Random(world)
     cases = []
     meter = reference.AccuracyMeter()
     layer = None
@@ -909,11 +926,17 @@ def arms(world: int) -> Iterator[tuple[str, Geometry, Form, dict[str, Any]]]:
     yield "boxes split pdl link", cut, Form.SPLIT, link
     yield "boxes split pdl uncredited", cut, Form.SPLIT, {"credits": False}
     yield "boxes split pdl, no weights read", cut, Form.SPLIT, {"weights": False}
+    yield "boxes split pdl, two shots", cut, Form.SPLIT, {"two_shot": True}
+    yield "boxes split pdl, two shots link", cut, Form.SPLIT, link | {"two_shot": True}
+    yield "boxes whole plain, two shots link", cut, Form.WHOLE, link | {"two_shot": True, "settings": PLAIN}
     yield "boxes whole pdl", cut, Form.WHOLE, {}
     yield "boxes whole plain", cut, Form.WHOLE, {"settings": PLAIN}
     yield "boxes whole plain link", cut, Form.WHOLE, link | {"settings": PLAIN}
-    for window in (3, 5, 6, 10) if world == 2 else (2, 8):
-        yield f"boxes split pdl, window {window}", cut, Form.SPLIT, {"windows": (window, window)}
+    if world == 2:
+        yield "boxes whole pdl link", cut, Form.WHOLE, link
+        yield "boxes split plain", cut, Form.SPLIT, {"settings": PLAIN}
+    for window in (1, 2, 3, 4, 6) if world == 2 else (3, 8):
+        yield f"boxes split pdl link, window {window}", cut, Form.SPLIT, link | {"windows": (window, window)}
     yield "boxes split pdl, in one burst", cut, Form.SPLIT, {"windows": (64, 64)}
     for group_rows, slices in {4: [(224, 14)], 8: [(64, 8), (224, 28)]}.get(world, []):
         yield f"boxes split pdl, {group_rows} x {slices}", recut(cut, group_rows, slices), Form.SPLIT, {}
@@ -977,6 +1000,9 @@ def main() -> None:
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     arguments = sys.argv[1:]
+    if {"-h", "--help"} & {*arguments}:
+        print(__doc__)
+        return None
     if arguments[:1] == ["--worker"]:
         return worker(int(arguments[1]), (1, 4, 3) if arguments[2:] == ["few"] else (1, 5, 16, 17, 64, 2))
     if arguments[:1] == ["--few"]:

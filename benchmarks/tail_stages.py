@@ -301,7 +301,7 @@ LEFT_OUT = {
         (
             Edit(
                 "      product(sum, left + ((i % RING * GROUP_ROWS * 128 + 32 * k) >> 4),"
-                " right + ((i * N * 128 + 32 * k) >> 4));",
+                " right + ((i % Z_RING * Z_STRIPE + 32 * k) >> 4));",
                 "      {}",
             ),
         )
@@ -534,9 +534,13 @@ def main() -> None:
     for name, value in lab.ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     arguments = sys.argv[1:]
+    if {"-h", "--help"} & {*arguments}:
+        print(__doc__)
+        return
     unknown = [name for name in arguments if name not in (*SECTIONS, *KINDS)]
     if unknown:
-        raise SystemExit(f"{', '.join(unknown)}: not known; there are {', '.join((*SECTIONS, *KINDS))}")
+        there = f"sections {', '.join(SECTIONS)}, and kinds {', '.join(KINDS)}"
+        raise SystemExit(f"{', '.join(unknown)}: not known; there are {there}")
     lab.need_gpu()
     kind = Kind(**{name: name in arguments for name in KINDS})
     lab.say(f"{torch.cuda.get_device_name()}, {lab.sms()} SMs, torch {torch.__version__}, {kind}")

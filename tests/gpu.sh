@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # All that needs GPUs, in one go: tests, a doctor, figures. One GPU is enough for most; a second one adds NVLink and NCCL.
 #
-#   bash tests/gpu.sh [SECTION...]      all sections by default; see the end of this file
+#   bash tests/gpu.sh [SECTION...]      all sections by default; --help names them
 #
 # PYTHON names the interpreter (default: .venv's, else python3), OUT the folder for logs and figures (default:
 # gpu-results). Every section has a limit of its own, its log in OUT, and a line in the table at the end. The exit code is
@@ -13,6 +13,21 @@ case "${PYTHON:-}" in
 esac
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
+ONE_GPU="launch kernels sanitize shared2 shared4 shared8 shared16" # tests on one GPU, in any company
+ALONE="nccl tiers doctor overlap figures stages chains bench prefill" # all GPUs, or figures
+PAIR="nccl tiers overlap chains bench prefill"                       # two GPUs at least
+
+case " $* " in
+*" -h "* | *" --help "*) sed -n '2,/^set /{/^#/s/^# \{0,1\}//p}' tests/gpu.sh; echo "Sections: ${ONE_GPU} ${ALONE}"; exit 0 ;;
+esac
+chosen="${*:-${ONE_GPU} ${ALONE}}"
+for section in ${chosen}; do
+    case " ${ONE_GPU} ${ALONE} " in
+    *" ${section} "*) ;;
+    *) echo "no section is called ${section}; there are ${ONE_GPU} ${ALONE}" >&2; exit 2 ;;
+    esac
+done
+
 # NVLink multicast stays off in the project's own runs, because shared test hosts can be put out of service by it.
 export NCCL_NVLS_ENABLE=0 TORCH_SYMM_MEM_DISABLE_MULTICAST=1 NVSHMEM_DISABLE_NVLS=1
 export OMP_NUM_THREADS=1 PYTHONUNBUFFERED=1 PYTHONPATH="${PWD}" GLOO_SOCKET_IFNAME="${GLOO_SOCKET_IFNAME:-lo}"
@@ -20,10 +35,7 @@ export OMP_NUM_THREADS=1 PYTHONUNBUFFERED=1 PYTHONPATH="${PWD}" GLOO_SOCKET_IFNA
 if [ -z "${PYTHON:-}" ]; then
     if [ -x .venv/bin/python ]; then PYTHON=.venv/bin/python; else PYTHON=python3; fi
 fi
-mkdir -p "${OUT:=gpu-results}"
-OUT="$(cd "${OUT}" && pwd)"
-export OUT
-if ! GPUS="$("${PYTHON}" -c 'import torch; print(torch.cuda.device_count())')"; then
+if ! GPUS="$("${PYTHON}" -c 'import torch; print(torch.cuda.device_count())' 2>/dev/null)"; then
     echo "${PYTHON} has no torch: \`make setup\` first, or name another one in PYTHON" >&2
     exit 2
 fi
@@ -31,6 +43,9 @@ if [ "${GPUS}" -eq 0 ]; then
     echo "torch sees no GPU here (${PYTHON})" >&2
     exit 2
 fi
+mkdir -p "${OUT:=gpu-results}"
+OUT="$(cd "${OUT}" && pwd)"
+export OUT
 : >"${OUT}/sections.txt"
 
 # run NAME SECONDS COMMAND...: one section
@@ -74,7 +89,7 @@ stages() { run stages 120 "${PYTHON}" benchmarks/tail_stages.py stages left-out 
 nccl() { tests nccl 300 "${GPUS}" "${D}/test_cuda.py" ${DEVICE} --nccl; }
 tiers() { tests tiers 250 "${GPUS}" "${D}/test_tiers.py" --nccl; }
 doctor() { run doctor 60 bash -c 'ranks "$@"' ranks "${GPUS}" -m k3comm doctor --device cuda; }
-chains() { run chains 90 bash -c 'ranks "$@"' ranks "${GPUS}" benchmarks/tail_ranks.py; }
+chains() { run chains 90 bash -c 'ranks "$@"' ranks "${GPUS}" benchmarks/tail_ranks.py --two-shots; }
 bench() {
     run bench 400 bash -c 'ranks "$@"' ranks "${GPUS}" -m k3comm bench --rows "${ROWS:-1,2,4,8,16,32,64}" \
         --replays "${REPLAYS:-200}" --json "${OUT}/bench.json"
@@ -91,17 +106,6 @@ overlap() {
 
 IFS=, read -ra DEVICES <<<"${CUDA_VISIBLE_DEVICES:-$(seq -s, 0 $((GPUS - 1)))}"
 
-ONE_GPU="launch kernels sanitize shared2 shared4 shared8 shared16" # tests on one GPU, in any company
-ALONE="nccl tiers doctor overlap figures stages chains bench prefill" # all GPUs, or figures
-PAIR="nccl tiers overlap chains bench prefill"                       # two GPUs at least
-
-chosen="${*:-${ONE_GPU} ${ALONE}}"
-for section in ${chosen}; do
-    case " ${ONE_GPU} ${ALONE} " in
-    *" ${section} "*) ;;
-    *) echo "no section is called ${section}; there are ${ONE_GPU} ${ALONE}" >&2; exit 2 ;;
-    esac
-done
 gpu=0
 for section in ${chosen}; do
     case "${GPUS}  ${PAIR} " in

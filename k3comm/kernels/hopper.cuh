@@ -75,6 +75,14 @@ DEVICE u64 evict_first() {
   asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
   return policy;
 }
+// Bytes as they lie there, a multiple of 16.
+DEVICE void load_bytes(u32 to, const void* from, u32 bytes, u32 bar) {
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
+               :: "r"(to), "l"(from), "r"(bytes), "r"(bar) : "memory");
+}
+// Between what threads have stored to global memory and what is loaded like that: by whoever stored it, before it says so,
+// and by whoever loads it, once it knows.
+DEVICE void fence_loads() { asm volatile("fence.proxy.async.global;" ::: "memory"); }
 // The box whose corner is at (column, row) of the matrix; `bar` counts its bytes.
 DEVICE void load_box(u32 to, const TensorMap* map, int column, int row, u32 bar, u64 policy) {
   asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.L2::cache_hint "

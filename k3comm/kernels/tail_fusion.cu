@@ -46,9 +46,9 @@ static_assert(TOKENS <= MAX_ROWS && MAX_ROWS <= 64 && sizeof(Counters) == K3_COU
 constexpr bool MAIL_OWN_LATENT = K3_DEFERRED || K3_MULTICAST, MAIL_OWN_OUT = K3_MULTICAST;
 constexpr int GATHERED = MAIL_OWN_OUT ? W : W - 1;                  // ranks whose columns come through the mailbox
 
-// Where threads meet: in a block with a loading warp only the others do, the first THREADS.
+// Where threads meet: in a block with loading warps only the others do, the first THREADS.
 #if K3_BOX_ROWS && (K3_ENTRY == 1 || K3_ENTRY == 3)
-constexpr int BLOCK = THREADS + 32;
+constexpr int BLOCK = THREADS + (K3_TWO_SHOT ? 64 : 32);
 DEVICE void sync_block() { sync_at<1>(THREADS); }
 #else
 constexpr int BLOCK = THREADS;
@@ -79,7 +79,7 @@ struct Arguments {
   Counters* counters;
   Record* record;
   float* partials;    // [GROUPS' columns: MAX_ROWS, SLICES, C]
-  float* squares;     // [GROUPS, MAX_ROWS, SLICES]
+  float* squares;     // [GROUPS, MAX_ROWS, SLICES]; behind them what two shots need (tail_hopper.cuh)
   u64 region_bytes;   // from a region to the next
   u64 gather_bytes;   // from the gather mailbox of even calls to that of odd ones
   u64 deadline_ns;
@@ -499,7 +499,7 @@ constexpr int AN_SM = 1;
 #if K3_ENTRY == 1
 extern "C" __global__ void __launch_bounds__(BLOCK, AN_SM) tail_exchange(const __grid_constant__ Arguments a) {
 #if K3_BOX_ROWS
-  if (threadIdx.x >= THREADS) return load_weights(a);
+  if (threadIdx.x >= THREADS) return load(a);
 #endif
   exchange(a);
 }
@@ -537,7 +537,7 @@ DEVICE Units units_of_group(const Arguments& a) {
 extern "C" __global__ void __launch_bounds__(BLOCK, AN_SM) tail_whole(const __grid_constant__ Arguments a) {
 #if K3_BOX_ROWS
   if (threadIdx.x >= THREADS) {
-    if (blockIdx.x < CELLS) load_weights(a);
+    if (blockIdx.x < CELLS) load(a);
     return;
   }
 #endif

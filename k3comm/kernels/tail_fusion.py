@@ -92,6 +92,7 @@ def kernel_variant(
     credits: bool = True,
     link: bool = False,
     weights: bool = True,
+    two_shot: bool = False,
 ) -> KernelVariant:
     """One kernel of a tail, for the geometry's architecture.
 
@@ -103,9 +104,11 @@ def kernel_variant(
         credits: ranks tell each other what they have emptied; without, a benchmark sees what that costs.
         link: publications can be held back, for benchmarks on one GPU.
         weights: they are read; without, results are garbage, and a benchmark sees what reading them costs.
+        two_shot: with more than BOX_RESIDENT rows on sm_90a's path each row is summed once (tail_two_shot.cuh).
     """
     multiplies = entry in (Entry.tail_exchange, Entry.tail_whole)
     boxed = multiplies and geometry.box_rows > 0
+    two_shot = two_shot and multiplies and geometry.two_shot(tokens)
     deferred = {None: 0, torch.bfloat16: 1, torch.float32: 2}[expert_weights]
     talks = entry is not Entry.tail_next_norm
     archs: Any = (geometry.arch,)
@@ -117,6 +120,7 @@ def kernel_variant(
             *([f"t{tokens}"] if multiplies else []),
             *([f"b{geometry.box_rows}"] if boxed else []),
             *(["unread"] if boxed and not weights else []),
+            *(["two-shot"] if two_shot else []),
             *(["", "bf16", "fp32"][deferred : deferred + 1] if deferred else []),
             *([transport] if talks else []),
             *([] if credits else ["uncredited"]),
@@ -142,10 +146,12 @@ def kernel_variant(
             "K3_GROUPS": geometry.groups,
             "K3_GROUP_TILES": geometry.group_tiles,
             "K3_TOKENS": tokens,
-            "K3_RING": geometry.ring(tokens) if boxed else 0,
+            "K3_RING": geometry.ring(tokens, two_shot) if boxed else 0,
+            "K3_TWO_SHOT": two_shot,
+            "K3_Z_RING": geometry.z_ring if two_shot else 0,
             "K3_BOX_ROWS": geometry.box_rows if boxed else 0,
             "K3_NO_WEIGHTS": boxed and not weights,
-            "K3_SHARED_BYTES": geometry.shared_bytes(tokens) if boxed else 0,
+            "K3_SHARED_BYTES": geometry.shared_bytes(tokens, two_shot) if boxed else 0,
             "K3_MAX_ROWS": MAX_ROWS,
             "K3_COUNTER_BYTES": COUNTER_BYTES,
             "K3_ARGUMENT_BYTES": ctypes.sizeof(Arguments),
@@ -180,6 +186,9 @@ def variants() -> Iterator[KernelVariant]:
             general = Geometry.choose(7168, 3584, 2, arch=arch, capacity=sms, general=True)
             found += [
                 kernel_variant(k3, Entry.tail_exchange, tokens=4),
+                kernel_variant(k3, Entry.tail_exchange, tokens=64, two_shot=True),
+                kernel_variant(k3, Entry.tail_whole, tokens=32, two_shot=True, expert_weights=torch.bfloat16),
+                kernel_variant(wide, Entry.tail_whole, tokens=64, two_shot=True, transport="multicast"),
                 *(
                     kernel_variant(cut, entry, tokens=tokens, expert_weights=torch.float32)
                     for cut in (Geometry.choose(7168, 3584, world, arch=arch, capacity=sms) for world in (4, 8))
@@ -361,8 +370,8 @@ class TailKernels:
         deferred: dtypes of expert weights that `__call__` will be given.
         forms: what `__call__` will be asked for.
         settings: `pdl` and `poll_deadline` count, and where kernels are cached.
-        credits, link_cycles, windows, weights: for benchmarks; `kernel_variant`, and by how many cycles a publication
-            is held back.
+        credits, link_cycles, windows, weights, two_shot: for benchmarks; `kernel_variant`, and by how many cycles a
+            publication is held back.
 
     Attributes:
         record: int32 [RECORD_WORDS], pinned: see `expiry.Expired`.
@@ -386,6 +395,7 @@ class TailKernels:
         link_cycles: int = 0,
         windows: tuple[int, int] | None = None,
         weights: bool = True,
+        two_shot: bool = False,
     ) -> None:
         settings = Settings() if settings is None else settings
         self.geometry = geometry
@@ -393,7 +403,7 @@ class TailKernels:
         self.device = device
         self.record = torch.zeros(RECORD_WORDS, dtype=torch.int32, pin_memory=True)
         options: dict[str, Any] = {"transport": transport, "credits": credits, "link": link_cycles > 0}
-        options["weights"] = weights
+        options |= {"weights": weights, "two_shot": two_shot}
         self._windows = windows
 
         def launch(entry: Entry, grid: int, block: int, shared: int = 0, **kind: Any) -> Launch:
@@ -407,12 +417,13 @@ class TailKernels:
         for form in forms:
             entry = Entry.tail_whole if form is Form.WHOLE else Entry.tail_exchange
             for tokens in geometry.tokens:
+                two = two_shot and geometry.two_shot(tokens)
                 for dtype in (None, *deferred):
                     self._first[form, tokens, dtype] = launch(
                         entry,
                         geometry.blocks + (form is Form.WHOLE),
-                        geometry.block,
-                        geometry.shared_bytes(tokens),
+                        geometry.block(two),
+                        geometry.shared_bytes(tokens, two),
                         tokens=tokens,
                         expert_weights=dtype,
                     )
@@ -424,14 +435,18 @@ class TailKernels:
                 m: launch(Entry.tail_finish, geometry.finish_blocks(m, capacity), FINISH_THREADS) for m in rows
             }
         self._next_norm = {m: launch(Entry.tail_next_norm, m, THREADS) for m in rows}
-        self._workspaces = [
-            torch.empty((geometry.partial_bytes + geometry.square_bytes) // 4, dtype=torch.float32, device=device)
-            for _ in lanes
-        ]
+        size = geometry.partial_bytes + geometry.square_bytes + two_shot * geometry.two_shot_bytes()
+        self._workspaces = [torch.empty(size, dtype=torch.uint8, device=device) for _ in lanes]
+        self.fill()
         self._arguments = [
             self._lane_arguments(lane, workspace, eps, settings.poll_deadline, link_cycles)
             for lane, workspace in zip(lanes, self._workspaces, strict=True)
         ]
+
+    def fill(self) -> None:
+        """Workspaces as before the first call, which begins at number 0. On torch's current stream."""
+        for workspace in self._workspaces:
+            workspace[self.geometry.partial_bytes + self.geometry.square_bytes :].zero_()
 
     def _lane_arguments(
         self, lane: LaneAddresses, workspace: Tensor, eps: float, deadline: float, link_cycles: int

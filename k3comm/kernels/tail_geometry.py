@@ -67,6 +67,9 @@ BOX_TOKENS: Final = (4, 8, 16, 32, 64)
 BOX_RESIDENT: Final = 16
 """Rows up to which all weights of a CTA have to fit in shared memory beside z. With more they may come in a ring."""
 
+Z_RING: Final = 3
+"""Stripes of z on their way or in use in two shots. A seed: not measured."""
+
 STRIPE: Final = 64
 """Latent columns of a box of weights: 128 bytes, the span of the swizzle."""
 
@@ -119,12 +122,17 @@ def _box_rows(group_rows: int) -> int:
     return next(rows for rows in range(BOX_ROWS, 0, -8) if group_rows % rows == 0)
 
 
-def _box_shared_bytes(group_rows: int, slice_width: int, tokens: int, ring: int) -> int:
+def _box_shared_bytes(
+    group_rows: int, slice_width: int, tokens: int, ring: int, z_ring: int | None = None, summed: int | None = None
+) -> int:
     """Dynamic shared memory of the exchange on sm_90a's path: `ring` stripes of weights, z, squares, a barrier a box
-    and a stripe of the ring, two words of 8."""
+    and a stripe of the ring, two words of 8. In two shots `z_ring` stripes of z, two barriers each, and squares of
+    `summed` rows."""
     stripes = slice_width // STRIPE
-    barriers = ring * (group_rows // _box_rows(group_rows)) + ring
-    return 2 * group_rows * ring * STRIPE + 4 * tokens * slice_width + 4 * tokens * stripes + 8 * barriers + 16
+    barriers = ring * (group_rows // _box_rows(group_rows)) + ring + 2 * (z_ring or 0)
+    z = 4 * tokens * STRIPE * (stripes if z_ring is None else z_ring)
+    squares = 4 * (tokens if summed is None else summed) * stripes
+    return 2 * group_rows * ring * STRIPE + z + squares + 8 * barriers + 16
 
 
 @attrs.frozen(kw_only=True)
@@ -174,10 +182,9 @@ class Geometry:
         """Of a block of the exchange that take part in all of it: a warpgroup a tile of 64 rows, no fewer than 256."""
         return 256 if self.box_rows and self.group_tiles * TILE <= 128 else THREADS
 
-    @property
-    def block(self) -> int:
-        """Threads of a block of the exchange, with the warp that loads."""
-        return self.threads + (32 if self.box_rows else 0)
+    def block(self, two_shot: bool = False) -> int:
+        """Threads of a block of the exchange, with the warps that load."""
+        return self.threads + 32 * ((1 + two_shot) if self.box_rows else 0)
 
     @property
     def tokens(self) -> tuple[int, ...]:
@@ -194,24 +201,42 @@ class Geometry:
             raise InputError(f"rows: {rows!r} given; accepted are 1 to {MAX_ROWS}")
         return next((tokens for tokens in self.tokens if rows <= tokens), self.tokens[-1])
 
-    def shared_bytes(self, tokens: int) -> int:
+    def two_shot(self, tokens: int) -> bool:
+        """Whether a variant of so many rows can be built to sum each row once, in two shots."""
+        return self.box_rows > 0 and tokens > BOX_RESIDENT
+
+    def shared_bytes(self, tokens: int, two_shot: bool = False) -> int:
         """Dynamic shared memory a CTA of the exchange, for so many rows at once."""
         if self.box_rows:
-            return _box_shared_bytes(self.group_tiles * TILE, self.slice_width, tokens, self.ring(tokens))
+            return self._box_bytes(tokens, self.ring(tokens, two_shot), two_shot)
         return _shared_bytes(self.slice_width, tokens)
 
-    def ring(self, tokens: int) -> int:
+    def ring(self, tokens: int, two_shot: bool = False) -> int:
         """Stripes of weights that are in shared memory at once on sm_90a's path, of those of a slice."""
-        stripes, rows = self.slice_width // STRIPE, self.group_tiles * TILE
-        fits = [
-            n
-            for n in range(1, stripes + 1)
-            if _box_shared_bytes(rows, self.slice_width, tokens, n) <= SHARED_LIMITS[self.arch]
-        ]
+        room = SHARED_LIMITS[self.arch] - STATIC_SHARED * two_shot
+        fits = [n for n in range(1, self.stripes + 1) if self._box_bytes(tokens, n, two_shot) <= room]
         return fits[-1]
 
+    @property
+    def stripes(self) -> int:
+        """Of a slice, on sm_90a's path."""
+        return self.slice_width // STRIPE
+
+    @property
+    def z_ring(self) -> int:
+        """Stripes of z that are in shared memory at once in two shots."""
+        return min(Z_RING, self.stripes)
+
+    def two_shot_bytes(self) -> int:
+        """Of what two shots need behind the squares: z of MAX_ROWS rows in two terms, and a word a CTA."""
+        return 2 * 2 * MAX_ROWS * self.slices * self.slice_width + 8 * self.blocks
+
+    def _box_bytes(self, tokens: int, ring: int, two_shot: bool) -> int:
+        z_ring, summed = (self.z_ring, -(-tokens // self.groups)) if two_shot else (None, None)
+        return _box_shared_bytes(self.group_tiles * TILE, self.slice_width, tokens, ring, z_ring, summed)
+
     def windows(self, rows: int) -> tuple[int, int]:
-        """Boxes of weights in flight while the kernel before is not over, and from then on up to the end of the polls."""
+        """Boxes of weights in flight before, and after, the kernel in front of a call is over; up to the polls' end."""
         if 2 * 2 * self.group_tiles * TILE * self.slice_width <= SM_SHARED:  # the weights of two CTAs
             return WINDOW - 1, WINDOW - 1
         if rows <= WIDER_ROWS:

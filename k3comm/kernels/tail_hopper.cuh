@@ -12,19 +12,23 @@ constexpr int BATCH = PER_TILE < 8 / W ? PER_TILE : W < 8 ? 8 / W : 1;  // of wh
 // Weights lie in a ring of RING stripes of 64 columns: all of them where they fit beside z, else those that the tensor
 // cores are done with make room.
 constexpr int RING = K3_RING, RING_BOXES = RING * PARTS;
+// In two shots a CTA sums some rows of its slice for all groups; z comes from global memory, in a ring of its own.
+constexpr int SHARE = (TOKENS + GROUPS - 1) / GROUPS;               // rows that a CTA sums then
+constexpr int Z_RING = K3_TWO_SHOT ? K3_Z_RING : STRIPES, Z_STRIPE = N * 128;
 
 static_assert(GROUPS * GROUP_ROWS == C && SLICES * SLICE == L && SLICE % 64 == 0 && GROUP_ROWS >= 64);
 static_assert(GROUP_ROWS % BOX_ROWS == 0 && BOX_ROWS % 8 == 0 && THREADS >= 128 * M_TILES && AT_A_TIME > 0);
 static_assert(TOKENS == 4 || TOKENS == 8 || TOKENS == 16 || TOKENS == 32 || TOKENS == 64);
 static_assert(RING == STRIPES || (RING > 1 && RING < STRIPES));
 
-// Shared memory: weights [RING, GROUP_ROWS, 128 bytes], z [STRIPES, N, 128 bytes], both swizzled; squares of 64 columns
-// [TOKENS, STRIPES]; a barrier a box of the ring, and a stripe of it; the number of the call; how far it is, for the
-// loading warp (0, then these two); what the call before used.
+// Shared memory: weights [RING, GROUP_ROWS, 128 bytes], z [Z_RING, N, 128 bytes], both swizzled; squares of 64 columns
+// [rows that it sums, STRIPES]; a barrier a box of the ring, and a stripe of it; in two shots two a stripe of z; the number
+// of the call; how far it is, for the loading warps (0, then these two); what the call before used.
 enum Progress : u32 { KERNEL_BEFORE_OVER = 1, POLLS_OVER = 2 };
-constexpr int Z = RING_BOXES * BOX_BYTES, SQUARES = Z + STRIPES * N * 128;
-constexpr int LANDED = SQUARES + 4 * TOKENS * STRIPES, FREE = LANDED + 8 * RING_BOXES;
-constexpr int NUMBER = FREE + 8 * RING, OPEN = NUMBER + 8, USED = OPEN + 4;
+constexpr int Z = RING_BOXES * BOX_BYTES, SQUARES = Z + Z_RING * Z_STRIPE;
+constexpr int LANDED = SQUARES + 4 * (K3_TWO_SHOT ? SHARE : TOKENS) * STRIPES, FREE = LANDED + 8 * RING_BOXES;
+constexpr int Z_LANDED = FREE + 8 * RING, Z_FREE = Z_LANDED + (K3_TWO_SHOT ? 8 * Z_RING : 0);
+constexpr int NUMBER = Z_FREE + (K3_TWO_SHOT ? 8 * Z_RING : 0), OPEN = NUMBER + 8, USED = OPEN + 4;
 static_assert(USED + 4 == K3_SHARED_BYTES);
 
 // The loading warp. It touches nothing but weights, so it waits for no other kernel, unless they were made just now.
@@ -36,6 +40,12 @@ DEVICE void load_weights(const Arguments& a) {
   if (lane == 0) {
     for (int i = 0; i < RING_BOXES; i++) barrier_init(weights + LANDED + 8 * i, 1);
     for (int i = 0; i < RING; i++) barrier_init(weights + FREE + 8 * i, 4 * M_TILES);
+#if K3_TWO_SHOT
+    for (int i = 0; i < Z_RING; i++) {
+      barrier_init(weights + Z_LANDED + 8 * i, 1);
+      barrier_init(weights + Z_FREE + 8 * i, 4 * M_TILES);
+    }
+#endif
     set_shared(open, 0);
     barrier_init_done();
   }
@@ -59,6 +69,19 @@ DEVICE void load_weights(const Arguments& a) {
 #endif
 }
 
+// Of eight lanes side by side, which have 64 columns.
+DEVICE float square_of(const float (&s)[8]) {
+  float square = 0.0f;
+#pragma unroll
+  for (int k = 0; k < 8; k++) square = __fmaf_rn(s[k], s[k], square);
+#pragma unroll
+  for (int k = 1; k < 8; k *= 2) square += __shfl_xor_sync(~0u, square, k);
+  return square;
+}
+
+#if K3_TWO_SHOT
+#include "tail_two_shot.cuh"
+#else
 // Fragments of every rank for some rows of the same columns, every AT_A_TIME-th from `at` on as far as there are any.
 struct Mail { uint4 v[BATCH][W]; };
 DEVICE void fetch_mail(Mail& mail, const Arguments& a, int region, int column, int tokens, int at, const Waiting& w) {
@@ -101,7 +124,7 @@ DEVICE void reduce_latent(const Arguments& a, u64 call, int region, int slice, c
   const int fragment = threadIdx.x % FRAGMENTS, mine = threadIdx.x / FRAGMENTS;
   const int tokens = mine < AT_A_TIME ? a.rows : 0;
   const int column = slice * SLICE + 8 * fragment;
-  char* z = memory + Z + (fragment >> 3) * (N * 128);
+  char* z = memory + Z + (fragment >> 3) * Z_STRIPE;
   float* squares = (float*)(memory + SQUARES);
   // Whole warps go through it, since they meet below.
   for (int at = mine; at - mine < a.rows; at += BATCH * AT_A_TIME) {
@@ -118,11 +141,7 @@ DEVICE void reduce_latent(const Arguments& a, u64 call, int region, int slice, c
 #pragma unroll
     for (int b = 0; b < BATCH; b++) {
       const int token = at + b * AT_A_TIME;
-      float square = 0.0f;
-#pragma unroll
-      for (int k = 0; k < 8; k++) square = __fmaf_rn(s[b][k], s[b][k], square);
-#pragma unroll
-      for (int k = 1; k < 8; k *= 2) square += __shfl_xor_sync(~0u, square, k);
+      const float square = square_of(s[b]);
       if (token >= tokens) continue;
       if ((fragment & 7) == 0) squares[token * STRIPES + (fragment >> 3)] = square;
       if (a.norm) {
@@ -139,6 +158,19 @@ DEVICE void reduce_latent(const Arguments& a, u64 call, int region, int slice, c
   fence_operands();
 }
 
+// The mean square's share of this slice.
+DEVICE void sum_squares(const Arguments& a, int group, int slice, const char* memory) {
+  const float* squares = (const float*)(memory + SQUARES);
+  const int token = THREADS - 1 - threadIdx.x;  // the last warps have the fewest columns to publish
+  if (token >= TOKENS || token >= a.rows) return;
+  float sum = squares[token * STRIPES];
+#pragma unroll
+  for (int i = 1; i < STRIPES; i++) sum += squares[token * STRIPES + i];
+  a.squares[(group * MAX_ROWS + token) * SLICES + slice] = sum;
+}
+
+#endif
+
 // Partial products [m, C] of this CTA's columns and slice. The order over k is one for all TOKENS. `beside` is done by all
 // threads while the tensor cores are at it.
 template <typename Beside>
@@ -152,17 +184,21 @@ DEVICE void project(const Arguments& a, int group, int slice, char* memory, Besi
   float sum[TOKENS] = {};
 #pragma unroll
   for (int i = 0; i < STRIPES; i++) {
+#if K3_TWO_SHOT
+    barrier_wait(weights + Z_LANDED + 8 * (i % Z_RING), i / Z_RING & 1);
+#endif
 #if !K3_NO_WEIGHTS
     barriers_wait<PARTS>(weights + LANDED + 8 * (i % RING * PARTS), i / RING & 1);
 #endif
     product_begin();
 #pragma unroll
     for (int k = 0; k < 4; k++)
-      product(sum, left + ((i % RING * GROUP_ROWS * 128 + 32 * k) >> 4), right + ((i * N * 128 + 32 * k) >> 4));
+      product(sum, left + ((i % RING * GROUP_ROWS * 128 + 32 * k) >> 4), right + ((i % Z_RING * Z_STRIPE + 32 * k) >> 4));
     product_commit();
-    if (i > 0 && i - 1 + RING < STRIPES) {  // the stripe before makes room
+    if (i > 0 && i - 1 + min(RING, Z_RING) < STRIPES) {  // the stripe before makes room
       product_wait<1>(sum);
-      if (lane == 0) barrier_arrive(weights + FREE + 8 * ((i - 1) % RING));
+      if (lane == 0 && i - 1 + RING < STRIPES) barrier_arrive(weights + FREE + 8 * ((i - 1) % RING));
+      if (lane == 0 && i - 1 + Z_RING < STRIPES) barrier_arrive(weights + Z_FREE + 8 * ((i - 1) % Z_RING));
     }
   }
   beside();
@@ -183,15 +219,12 @@ DEVICE void project(const Arguments& a, int group, int slice, char* memory, Besi
     }
 }
 
-// Likewise the mean square's share.
-DEVICE void sum_squares(const Arguments& a, int group, int slice, const char* memory) {
-  const float* squares = (const float*)(memory + SQUARES);
-  const int token = THREADS - 1 - threadIdx.x;  // the last warps have the fewest columns to publish
-  if (token >= TOKENS || token >= a.rows) return;
-  float sum = squares[token * STRIPES];
-#pragma unroll
-  for (int i = 1; i < STRIPES; i++) sum += squares[token * STRIPES + i];
-  a.squares[(group * MAX_ROWS + token) * SLICES + slice] = sum;
+// The warps behind the first THREADS.
+DEVICE void load(const Arguments& a) {
+#if K3_TWO_SHOT
+  if (threadIdx.x >= THREADS + 32) return load_terms(a);
+#endif
+  load_weights(a);
 }
 
 DEVICE u64 exchange(const Arguments& a) {
@@ -218,13 +251,19 @@ DEVICE u64 exchange(const Arguments& a) {
   // Many rows of latent take a while on a link, and are waited for; the products give shared ones time.
   constexpr bool SHARED_AT_ONCE = TOKENS <= 16;
   publish<true, SHARED_AT_ONCE>(a, region);
+#if K3_TWO_SHOT
+  sum_share(a, call, region, group, slice, memory);
+#else
   float gain[8] = {};
   if (a.norm) load_vector(gain, a.norm, column, a.flags & NORM_FP32);
   reduce_latent(a, call, region, slice, gain, memory);
   sync_block();
+#endif
   project(a, group, slice, memory, [&] {
     if (!SHARED_AT_ONCE) publish<false, true>(a, region);
+#if !K3_TWO_SHOT
     sum_squares(a, group, slice, memory);
+#endif
     clear(a, *(const u32*)(memory + USED), region);
   });
   return call;

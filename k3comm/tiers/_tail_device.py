@@ -99,6 +99,7 @@ class DeviceTail:
             counters = self._layout.counters(lane)
             own[counters : counters + COUNTER_BYTES].zero_()
         self._kernels.record.zero_()
+        self._kernels.fill()
         if own.is_cuda:
             torch.cuda.synchronize(own.device)
 

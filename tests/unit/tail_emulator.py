@@ -35,7 +35,7 @@ from k3comm.kernels.tail_fusion import (
     TailKernels,
     kernel_variant,
 )
-from k3comm.kernels.tail_geometry import FINISH_THREADS, MAX_CELLS, MAX_ROWS, STRIPE, TILE, Geometry, _box_shared_bytes
+from k3comm.kernels.tail_geometry import FINISH_THREADS, MAX_CELLS, MAX_ROWS, STRIPE, Geometry
 
 THREADS = 64
 """Of a block of the exchange, where the GPU has 512: fewer fibers. No sum depends on it. sm_90a's path has its own."""
@@ -46,6 +46,7 @@ SOURCES = {
     "tail_fusion.cu": "tail_fusion.cpp",
     "tail_general.cuh": "tail_general.cuh",
     "tail_hopper.cuh": "tail_hopper.cuh",
+    "tail_two_shot.cuh": "tail_two_shot.cuh",
 }
 """What declares shared memory, and its copy's name."""
 
@@ -77,7 +78,12 @@ def threads(geometry: Geometry) -> int:
 
 
 def build(
-    folder: Path, geometry: Geometry, tokens: int, expert_weights: torch.dtype | None = None, ring: int = 0
+    folder: Path,
+    geometry: Geometry,
+    tokens: int,
+    expert_weights: torch.dtype | None = None,
+    ring: int = 0,
+    two_shot: bool = False,
 ) -> Any:
     """The kernels for one geometry as a library; with `ring` stripes of weights in shared memory, where not all."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -93,10 +99,11 @@ def build(
     shutil.copy(FOLDER / "mailbox.cuh", folder)
     for name in ("words.cuh", "hopper.cuh", "emulator.cpp"):
         shutil.copy(HERE / name, folder)
-    variant = kernel_variant(geometry, Entry.tail_exchange, tokens=tokens, expert_weights=expert_weights)
+    kind: dict[str, Any] = {"expert_weights": expert_weights, "two_shot": two_shot}
+    variant = kernel_variant(geometry, Entry.tail_exchange, tokens=tokens, **kind)
     defines = dict(variant.defines) | {"K3_THREADS": str(threads(geometry))}
     if ring:
-        shared = _box_shared_bytes(geometry.group_tiles * TILE, geometry.slice_width, tokens, ring)
+        shared = geometry._box_bytes(tokens, ring, two_shot)
         defines |= {"K3_RING": str(ring), "K3_SHARED_BYTES": str(shared)}
     flags = [f"-D{name}={value}" for name, value in defines.items() if name not in ("K3_ENTRY", "K3_WHOLE")]
     command = ["g++", "-O1", "-std=c++17", "-ffp-contract=off", "-w", "-shared", "-fPIC", *flags]
@@ -116,7 +123,13 @@ class Recorded(TailKernels):
     """TailKernels whose launches go into a list."""
 
     def __init__(
-        self, geometry: Geometry, rank: int, lanes: Sequence[LaneAddresses], deadline: float, tokens: int
+        self,
+        geometry: Geometry,
+        rank: int,
+        lanes: Sequence[LaneAddresses],
+        deadline: float,
+        tokens: int,
+        two_shot: bool = False,
     ) -> None:
         self.geometry, self.rank, self._maps, self._windows = geometry, rank, {}, (2, 3)
         self.record = torch.zeros(RECORD_WORDS, dtype=torch.int32)
@@ -131,8 +144,8 @@ class Recorded(TailKernels):
             (form, fewer, kind): launch(
                 Entry.tail_whole if form is Form.WHOLE else Entry.tail_exchange,
                 geometry.blocks + (form is Form.WHOLE),
-                threads(geometry) + (32 if geometry.box_rows else 0),
-                geometry.shared_bytes(tokens),  # one library serves calls of fewer rows too
+                threads(geometry) + geometry.block(two_shot) - geometry.threads,
+                geometry.shared_bytes(tokens, two_shot),  # one library serves calls of fewer rows too
             )
             for form in Form
             for fewer in geometry.tokens
@@ -141,8 +154,9 @@ class Recorded(TailKernels):
         rows = range(1, MAX_ROWS + 1)
         self._finish = {m: launch(Entry.tail_finish, geometry.finish_blocks(m, 1), FINISH_THREADS) for m in rows}
         self._next_norm = {m: launch(Entry.tail_next_norm, m, THREADS) for m in rows}
-        size = geometry.partial_bytes + geometry.square_bytes
-        self._workspaces = [torch.full((size // 4,), float("nan")) for _ in lanes]
+        size = geometry.partial_bytes + geometry.square_bytes + two_shot * geometry.two_shot_bytes()
+        self._workspaces = [torch.full((size,), 0xFF, dtype=torch.uint8) for _ in lanes]  # NaN
+        self.fill()
         self._arguments = [
             self._lane_arguments(lane, workspace, 1e-5, deadline, 0)
             for lane, workspace in zip(lanes, self._workspaces, strict=True)
@@ -166,7 +180,9 @@ class Recorded(TailKernels):
 class Ranks:
     """W ranks in this process, with their mailboxes."""
 
-    def __init__(self, library: Any, geometry: Geometry, tokens: int, *, deadline: float = 1.0) -> None:
+    def __init__(
+        self, library: Any, geometry: Geometry, tokens: int, *, deadline: float = 1.0, two_shot: bool = False
+    ) -> None:
         self.library, self.geometry = library, geometry
         self.layout = layout = MailboxLayout(
             hidden_size=geometry.hidden_size,
@@ -183,6 +199,7 @@ class Ranks:
                 [LaneAddresses.of_lane(layout, 0, rank=rank, blocks=[block.data_ptr() for block in self.blocks])],
                 deadline,
                 tokens,
+                two_shot,
             )
             for rank in range(geometry.world_size)
         ]
@@ -196,6 +213,8 @@ class Ranks:
             words = block[:COUNTER_BYTES].zero_().view(torch.int64)
             words[:MAX_CELLS] = calls
             words[COMPLETED], words[CREDITED] = calls * COMPLETIONS, calls
+        for tail in self.tails:
+            tail.fill()
 
     def completed(self) -> list[int]:
         """Calls that are done whole, by each rank's completion word."""

@@ -117,7 +117,8 @@ def test_rows_of_z_never_share_a_bank() -> None:
 def test_kimi_k3_keeps_the_prototype_s_cut() -> None:
     g = Geometry.choose(7168, 3584, 2, arch="sm_90a", capacity=132)
     assert (g.groups, g.group_tiles, g.slices, g.slice_width, g.box_rows) == (16, 14, 8, 448, 56)
-    assert (g.threads, g.block) == (512, 544)
+    assert (g.threads, g.block(), g.block(two_shot=True)) == (512, 544, 576)
+    assert [(g.ring(tokens), g.ring(tokens, two_shot=True)) for tokens in (32, 64)] == [(6, 7), (4, 6)]
     assert g.partial_bytes == 64 * 8 * 3584 * 4
     assert g.square_bytes == 16 * 64 * 8 * 4
     assert [g.finish_blocks(m, 132) for m in (1, 2, 64)] == [8, 15, 449]
@@ -286,15 +287,17 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Ranks]:
     folder = tmp_path_factory.mktemp("emulator")
 
     @cache
-    def library(cut: str, tokens: int, weights: torch.dtype | None) -> tuple[Any, Geometry, int]:
+    def library(cut: str, tokens: int, weights: torch.dtype | None, two_shot: bool) -> tuple[Any, Geometry, int]:
         hidden, latent, world, capacity = CUTS[cut]
         g = Geometry.choose(hidden, latent, world, arch="sm_90a", capacity=capacity)
         assert (g.box_rows > 0) == (cut in BOXES)
-        place = folder / f"{cut} {tokens} {weights}"
-        return tail_emulator.build(place, g, tokens, weights, RINGS.get(cut, 0)), g, tokens
+        place = folder / f"{cut} {tokens} {weights} {two_shot}"
+        return tail_emulator.build(place, g, tokens, weights, RINGS.get(cut, 0), two_shot), g, tokens
 
-    def make(cut: str, tokens: int = 16, weights: torch.dtype | None = None, **options: Any) -> Ranks:
-        return Ranks(*library(cut, tokens, weights), **options)
+    def make(
+        cut: str, tokens: int = 16, weights: torch.dtype | None = None, two_shot: bool = False, **options: Any
+    ) -> Ranks:
+        return Ranks(*library(cut, tokens, weights, two_shot), two_shot=two_shot, **options)
 
     return make
 
@@ -347,6 +350,34 @@ def test_the_kernels_compute_the_tail(ranks: Callable[..., Ranks], cut: str, ove
     assert group.run(seed=1, skew=4, overlap=overlap) == 0
     assert group.completed() == [len(rows)] * group.geometry.world_size
     assert all(torch.equal(out, expected) for expected, outs in kept for out in outs)
+
+
+@NEEDS_GXX
+@pytest.mark.parametrize(
+    ("cut", "overlap", "rows"),
+    [
+        *(("boxes", overlap, (40, 17, 64, 33)) for overlap in Overlap),
+        ("ring of boxes", Overlap.NONE, (40, 17)),
+        ("wide boxes", Overlap.PDL, (17,)),
+        ("boxes of six", Overlap.NONE, (17,)),
+    ],
+)
+def test_two_shots_give_the_bits_of_one(
+    ranks: Callable[..., Ranks], cut: str, overlap: Overlap, rows: Sequence[int]
+) -> None:
+    """In both forms, ranks running ahead of each other."""
+    two, one = ranks(cut, 64, two_shot=True), ranks(cut, 64)
+    results = []
+    for group in (two, one):
+        kept = []
+        for number, m in enumerate(rows):
+            g = group.geometry
+            case = reference.random_case(g.world_size, m, g.hidden_size, g.latent_size, dtype=BF16, seed=number)
+            kept.append(ask(group, case, m, list(Form)[number % 2]))
+        assert group.run(seed=2, skew=4 if group is two else 0, overlap=overlap if group is two else Overlap.NONE) == 0
+        assert group.completed() == [len(rows)] * group.geometry.world_size
+        results.append([out for outs in kept for out in outs])
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
 @NEEDS_GXX
@@ -632,6 +663,25 @@ WRONG_BOXES = {
 }
 """Likewise of sm_90a's path."""
 
+WRONG_TWO_SHOTS = {
+    "nobody waits for the others' sums": ("boxes", "while (acquire(summed_of(a, slice) + i) <= call)", "while (false)"),
+    "sums of the call before": ("boxes", "summed_of(a, slice) + i) <= call)", "summed_of(a, slice) + i) < call)"),
+    "said before they are there": ("boxes", "  fence_loads();\n  sync_block();\n", "  fence_loads();\n"),
+    "rows of the next group": (
+        "boxes",
+        "/ FRAGMENTS * GROUPS + group; };",
+        "/ FRAGMENTS * GROUPS + (group + 1) % GROUPS; };",
+    ),
+    "nobody waits for z": (
+        "ring of boxes",
+        "    barrier_wait(weights + Z_LANDED + 8 * (i % Z_RING), i / Z_RING & 1);\n",
+        "",
+    ),
+    "nobody waits for room for z": ("ring of boxes", "if (i >= Z_RING) barrier_wait", "if (false) barrier_wait"),
+    "squares for one group": ("boxes", "(i % GROUPS * MAX_ROWS + token)", "(0 * MAX_ROWS + token)"),
+}
+"""Likewise of the sums in two shots, each with the cut that shows it."""
+
 WRONG_ORDER = {
     "calls do not wait for credits": (Overlap.FOREIGN, "while (seen < w.call) {", "while (false) {"),
     "calls do not wait for calls": (Overlap.FOREIGN, "  w.deadline_ns *= 3;\n  wait_completed(w);", ""),
@@ -671,6 +721,19 @@ def test_a_wrong_kernel_is_seen(wrong: str, tmp_path: Path, monkeypatch: pytest.
 @pytest.mark.parametrize("wrong", WRONG_BOXES)
 def test_a_wrong_kernel_for_boxes_is_seen(wrong: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert is_seen("ring of boxes", WRONG_BOXES[wrong], tmp_path, monkeypatch)
+
+
+@NEEDS_GXX
+@pytest.mark.parametrize("wrong", WRONG_TWO_SHOTS)
+def test_wrong_two_shots_are_seen(wrong: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cut, *change = WRONG_TWO_SHOTS[wrong]
+    assert is_seen(cut, (change[0], change[1]), tmp_path, monkeypatch, two_shot=True)
+
+
+@NEEDS_GXX
+def test_right_two_shots_are_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    same = "PHASE_COMPLETION = 1"
+    assert not is_seen("boxes", (same, same), tmp_path, monkeypatch, seeds=3, two_shot=True)
 
 
 @NEEDS_GXX
@@ -724,6 +787,7 @@ def is_seen(
     monkeypatch: pytest.MonkeyPatch,
     seeds: int = 6,
     overlap: Overlap = Overlap.NONE,
+    two_shot: bool = False,
 ) -> bool:
     """Whether a chain of calls shows that the source was changed."""
     mutate(change, tmp_path)
@@ -731,8 +795,9 @@ def is_seen(
     hidden, latent, world, capacity = CUTS[cut]
     g = Geometry.choose(hidden, latent, world, arch="sm_90a", capacity=capacity)
     tokens = 64 if g.box_rows else 16
-    library = tail_emulator.build(tmp_path / "built", g, tokens, ring=RINGS.get(cut, 0))
-    group = Ranks(library, g, tokens, deadline=2e-2 if g.box_rows else 5e-3)  # boxes take their time
+    library = tail_emulator.build(tmp_path / "built", g, tokens, ring=RINGS.get(cut, 0), two_shot=two_shot)
+    deadline = 2e-2 if g.box_rows else 5e-3  # boxes take their time
+    group = Ranks(library, g, tokens, deadline=deadline, two_shot=two_shot)
     rows = (36, 1, 17, 2, 33, 3) if g.box_rows else (12, 1, 9, 2, 12, 3)
     if overlap.value:  # of many rows, so that all threads have work up to a call's end
         rows = (12,) * 8

@@ -1,0 +1,88 @@
+// Stage 3 of many rows in two shots: a part of tail_hopper.cuh, and of nothing else.
+//
+// A CTA sums, of its own slice, every GROUPS-th row, and leaves s * g as two terms in global memory, as z lies in shared
+// memory. When all groups have left theirs of a slice, a warp of each CTA loads z of that slice, stripe after stripe, while
+// the tensor cores are at the ones before. One trip through the L2 cache more; nobody sums what another group has summed,
+// and z needs room for Z_RING stripes only, so that more of the weights fit.
+//
+// Behind the squares in this rank's own memory: z [SLICES, STRIPES, N, 128 bytes], swizzled; u64 [SLICES, GROUPS]: one more
+// than the number of the last call in which that group's rows are there, zeros at the start. Call n writes z once all
+// calls before are done whole.
+
+DEVICE char* terms_of(const Arguments& a, int slice) {
+  return (char*)(a.squares + GROUPS * MAX_ROWS * SLICES) + (u64)slice * STRIPES * Z_STRIPE;
+}
+DEVICE u64* summed_of(const Arguments& a, int slice) { return (u64*)terms_of(a, SLICES) + slice * GROUPS; }
+
+DEVICE void sum_share(const Arguments& a, u64 call, int region, int group, int slice, char* memory) {
+  const Waiting w = waiting(a, call);
+  constexpr int UNITS = SHARE * FRAGMENTS, TURNS = (UNITS + THREADS - 1) / THREADS;
+  float* squares = (float*)(memory + SQUARES);
+  float s[TURNS][8] = {}, gain[TURNS][8] = {};
+  const auto token_of = [&](int turn) { return (turn * THREADS + (int)threadIdx.x) / FRAGMENTS * GROUPS + group; };
+  const auto fragment_of = [&](int turn) { return (turn * THREADS + (int)threadIdx.x) % FRAGMENTS; };
+  const auto some = [&](int turn) { return turn * THREADS + (int)threadIdx.x < UNITS && token_of(turn) < a.rows; };
+#pragma unroll
+  for (int i = 0; i < TURNS; i++) {
+    const int column = slice * SLICE + 8 * fragment_of(i);
+    if (a.norm && some(i)) load_vector(gain[i], a.norm, column, a.flags & NORM_FP32);
+    if (some(i)) add_ranks<0, uint4>(s[i], latent_slots(a, region, token_of(i), column), w, PHASE_LATENT, token_of(i));
+  }
+  if (threadIdx.x == 0) set_shared((u32*)(memory + OPEN), POLLS_OVER);
+  sync_block();  // the calls before are done: nobody reads their z any more
+#pragma unroll
+  for (int i = 0; i < TURNS; i++) {
+    const float square = square_of(s[i]);
+    if (!some(i)) continue;
+    const int fragment = fragment_of(i), stripe = fragment >> 3;
+    if ((fragment & 7) == 0) squares[token_of(i) / GROUPS * STRIPES + stripe] = square;
+    if (a.norm) {
+#pragma unroll
+      for (int k = 0; k < 8; k++) s[i][k] = __fmul_rn(s[i][k], gain[i][k]);
+    }
+    uint4 high, low;
+    split(s[i], high, low);
+    char* z = terms_of(a, slice) + stripe * Z_STRIPE;
+    const int token = token_of(i), under = TOKENS + token;
+    *(uint4*)(z + (token >> 3) * 1024 + swizzled(token & 7, fragment & 7)) = high;
+    *(uint4*)(z + (under >> 3) * 1024 + swizzled(under & 7, fragment & 7)) = low;
+  }
+  fence_loads();
+  sync_block();
+  // The mean square's share of this slice, for all groups.
+  for (int i = threadIdx.x; i < SHARE * GROUPS; i += THREADS) {
+    const int mine = i / GROUPS, token = mine * GROUPS + group;
+    if (token >= a.rows) continue;
+    float sum = squares[mine * STRIPES];
+#pragma unroll
+    for (int k = 1; k < STRIPES; k++) sum += squares[mine * STRIPES + k];
+    a.squares[(i % GROUPS * MAX_ROWS + token) * SLICES + slice] = sum;
+  }
+  sync_block();
+  if (threadIdx.x == 0) store_release(summed_of(a, slice) + group, call + 1);
+}
+
+// A warp: waits for all groups' rows of this slice, longer than they wait for data, and loads them.
+DEVICE void load_terms(const Arguments& a) {
+  extern __shared__ __align__(1024) char memory[];
+  const int lane = threadIdx.x & 31, slice = blockIdx.x % SLICES;
+  const u32 base = shared_address(memory);
+  __syncthreads();
+  while (look_shared((const u32*)(memory + OPEN)) != POLLS_OVER) __nanosleep(100);
+  const u64 call = *(volatile u64*)(memory + NUMBER);
+  Waiting w = waiting(a, call);
+  w.deadline_ns *= 2;
+  for (int i = lane; i < GROUPS; i += 32) {
+    Patience patience;
+    while (acquire(summed_of(a, slice) + i) <= call) patience.lose(w, PHASE_PARTIALS, 0, w.rank);
+  }
+  __syncwarp();
+  if (lane) return;
+  fence_loads();
+  for (int i = 0; i < STRIPES; i++) {
+    if (i >= Z_RING) barrier_wait(base + Z_FREE + 8 * (i % Z_RING), i / Z_RING + 1 & 1);
+    barrier_expect(base + Z_LANDED + 8 * (i % Z_RING), Z_STRIPE);
+    load_bytes(base + Z + i % Z_RING * Z_STRIPE, terms_of(a, slice) + i * Z_STRIPE, Z_STRIPE,
+               base + Z_LANDED + 8 * (i % Z_RING));
+  }
+}
