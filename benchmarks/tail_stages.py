@@ -219,7 +219,7 @@ clear(a, *(const u32*)(memory + USED), region);
         """\
 {
           window = now == KERNEL_BEFORE_OVER ? a.poll_window : BOXES;
-          if (now == POLLS_OVER && !opened) { opened = nanoseconds(); ahead = i; }
+          if (now == FIRST_ROWS_IN && !opened) { opened = nanoseconds(); ahead = i; }
         }""",
     ),
     Edit(
@@ -228,7 +228,7 @@ clear(a, *(const u32*)(memory + USED), region);
 weights + LANDED + 8 * place, policy);
     }
     all_asked = nanoseconds();
-    while (look_shared(open) != POLLS_OVER) __nanosleep(200);
+    while (look_shared(progress) != FIRST_ROWS_IN) __nanosleep(200);
     const u64 call = *(volatile u64*)(memory + NUMBER);
     stamp(a, call, AT_ASKED, asked);
     stamp(a, call, AT_OPENED, opened);

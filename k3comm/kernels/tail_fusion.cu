@@ -7,19 +7,23 @@
 //   2 clears its share of what the call before used,
 //   3 sums, over the ranks in rank order, its own slice of the latent mailbox: nobody hands it anything,
 //   4 multiplies s * g, as two BF16 terms, with its block of W_up. The norm's factor r is a number a row and comes later.
-// The slices' products and squares meet in `finish`: sum over slices in order, r, scale, bias, shared, residual, one
-// rounding, publication of the finished columns; then the gather copies out what all ranks published and empties it.
-// tail_exchange + tail_finish are two kernels; tail_whole is both in one, row groups waiting for their own slices only.
-// One CTA more, of tail_finish or of tail_whole, exchanges credits (mailbox.cuh).
+// The slices' products and squares meet in `finish`, which
+//   5 sums them over slices in order, then r, scale, bias, shared, residual; one rounding,
+//   6 publishes the finished columns,
+//   7 copies out what all ranks have published, and empties it.
+// On the device clears come behind or beside the sums. tail_exchange + tail_finish are two kernels; tail_whole is both in
+// one, row groups waiting for their own slices only. One CTA more, of tail_finish or of tail_whole, exchanges credits
+// (mailbox.cuh).
 //
 // Stage 4 has two paths; the geometry says which. The general one (tail_general.cuh) runs everywhere: weights into
-// registers, mma.sync. K3_BOX_ROWS > 0 is the one for sm_90a (tail_hopper.cuh): one more warp streams the CTA's block of W_up into shared memory from the
-// kernel's start on, at first a few boxes at a time (a burst of the whole shard fills the memory system's queues and
-// every small access waits behind it: 3 us), all of it once this CTA's polls are over; wgmma multiplies from there.
+// registers, mma.sync. K3_BOX_ROWS > 0 is the one for sm_90a (tail_hopper.cuh): one more warp streams the CTA's block of
+// W_up into shared memory from the kernel's start on, at first a few boxes at a time (a burst of the whole shard fills the
+// memory system's queues and every small access waits behind it: 3 us), all of it once this CTA has its first rows; wgmma
+// multiplies from there.
 //
 // A row's bits depend on nothing but the row and the geometry: no order of additions knows m.
-// A CTA publishes its latent before it waits for anything, and its shared rows before it waits for anything but latent;
-// the whole grid is resident; so no rank waits in a ring.
+// A CTA waits for credits of the call before, and then publishes its latent before it waits for anything of this call, and
+// its shared rows before it waits for anything but latent; the whole grid is resident; so no rank waits in a ring.
 #include "mailbox.cuh"
 #if K3_BOX_ROWS
 #include "hopper.cuh"
@@ -101,9 +105,9 @@ struct Arguments {
   float scale, eps;
   u32 link_cycles;             // benchmarks: by how much a publication is held back, to stand for a link
   u32 window;                  // boxes of weights in flight while the kernel before is not over,
-  u32 poll_window;             // and from then on before the polls are over; a multiple of a tensor map's alignment
+  u32 poll_window;             // and from then on, until the first rows are in
 };
-static_assert(sizeof(Arguments) == K3_ARGUMENT_BYTES);
+static_assert(sizeof(Arguments) == K3_ARGUMENT_BYTES && sizeof(Arguments) % 64 == 0);  // a tensor map's alignment
 
 DEVICE Waiting waiting(const Arguments& a, u64 call) {
   return {a.counters, a.record, a.deadline_ns, call, MOE_TAIL, (u32)a.layer, (u32)a.rank};
@@ -205,9 +209,10 @@ static __device__ __noinline__ u32 turn(const Arguments& a, u64 call) {
 
 // What is published goes in chunks of 32 fragments a warp; neighbouring chunks go to different CTAs, and shared ones come
 // behind the latent ones, so that few rows use many SMs and warps.
-constexpr int LATENT_CHUNKS = (L / 8 + 31) / 32, SHARED_CHUNKS = ((H - C) / 8 + 31) / 32, STEP = WARPS * CELLS;
+constexpr int LATENT_CHUNKS = (L / 8 + 31) / 32, SHARED_CHUNKS = ((H - C) / 8 + 31) / 32, CHUNK_STRIDE = WARPS * CELLS;
 
-// This lane's fragment of a chunk, if it has one: of a row of the latent, or of the shared columns that others own.
+// This lane's fragment of a chunk, if it has one: of a row of the latent, or of the shared columns that others own. Whether
+// it is of the latent follows from the chunk, and is given where the compiler can know it beforehand.
 struct Piece {
   int token, column;
   bool latent, some;
@@ -220,11 +225,13 @@ DEVICE Piece piece_of(const Arguments& a, int chunk, bool latent) {
   return p;
 }
 
-// Hints, for a call whose inputs are not in the L2 cache: may come before whoever makes them is done.
+// Hints, for a call whose inputs are not in the L2 cache, and which may come before whoever makes them is done: the rows
+// that this CTA publishes.
 DEVICE void expect_published(const Arguments& a) {
-  const int latent = a.rows * LATENT_CHUNKS;
-  for (int chunk = (threadIdx.x >> 5) * CELLS + blockIdx.x; chunk < latent + a.rows * SHARED_CHUNKS; chunk += STEP) {
-    const Piece p = piece_of(a, chunk, chunk < latent);
+  const int latent_chunks = a.rows * LATENT_CHUNKS;
+  for (int chunk = (threadIdx.x >> 5) * CELLS + blockIdx.x; chunk < latent_chunks + a.rows * SHARED_CHUNKS;
+       chunk += CHUNK_STRIDE) {
+    const Piece p = piece_of(a, chunk, chunk < latent_chunks);
     if (threadIdx.x % 8 || !p.some) continue;  // a thread a line of 128 bytes
     if (!p.latent) prefetch_l2(a.shared_rows + 2 * (p.token * a.shared_stride + p.column));
 #if !K3_DEFERRED
@@ -239,13 +246,14 @@ DEVICE void publish(const Arguments& a, int region) {
 #if K3_MULTICAST
   fence_alias();
 #endif
-  const int latent = a.rows * LATENT_CHUNKS, last = SHARED ? latent + a.rows * SHARED_CHUNKS : latent;
+  const int latent_chunks = a.rows * LATENT_CHUNKS;
+  const int last = SHARED ? latent_chunks + a.rows * SHARED_CHUNKS : latent_chunks;
   const u64 start = region * a.region_bytes;
   int chunk = (threadIdx.x >> 5) * CELLS + blockIdx.x;
   if (!LATENT)
-    while (chunk < latent) chunk += STEP;
-  for (; chunk < last; chunk += STEP) {
-    const Piece p = piece_of(a, chunk, LATENT && (!SHARED || chunk < latent));
+    while (chunk < latent_chunks) chunk += CHUNK_STRIDE;
+  for (; chunk < last; chunk += CHUNK_STRIDE) {
+    const Piece p = piece_of(a, chunk, LATENT && (!SHARED || chunk < latent_chunks));
     uint4 v = make_uint4(0, 0, 0, 0);
     if (p.latent) {
 #if K3_DEFERRED
@@ -344,7 +352,7 @@ DEVICE void split(const float (&x)[8], uint4& high, uint4& low) {
 #include "tail_general.cuh"
 #endif
 
-// ---- finish: stages 5 to 9 -----------------------------------------------------------------------------------------
+// ---- finish: stages 5 to 7 -----------------------------------------------------------------------------------------
 
 // Work in units of four owned columns of one row; unit i is row i / per_row, columns 4 * (first + i % per_row) on.
 struct Units {
@@ -353,7 +361,7 @@ struct Units {
   DEVICE int column(int i) const { return 4 * (first + i % per_row); }
 };
 
-// Hints likewise.
+// Likewise the residual and this rank's own shared columns. Where C is not a multiple of 64 some lines go without.
 DEVICE void expect_finished(const Arguments& a, const Units& units) {
   if (threadIdx.x % 16) return;  // a thread a line
   for (int i = units.from; i < units.count; i += units.step) {
@@ -368,8 +376,8 @@ DEVICE float4 load_partial(const float* p) {
   return make_float4(__uint_as_float(v.x), __uint_as_float(v.y), __uint_as_float(v.z), __uint_as_float(v.w));
 }
 
-// Four columns: the slices in order, r, scale, bias, shared, residual; one rounding; to every rank. All that is asked
-// for is asked for before anything is waited for.
+// Four columns: the slices in order, r, scale, bias, shared, residual; one rounding; to every rank. What the first eight
+// slices and ranks have is asked for before anything is waited for.
 DEVICE void finish_unit(const Arguments& a, u64 call, int region, int token, int column) {
   constexpr int EARLY = SLICES < 8 ? SLICES : 8, COUNT = W < AT_ONCE ? W : AT_ONCE;
   const float* partials = a.partials + (u64)token * SLICES * C + column;
@@ -527,7 +535,7 @@ extern "C" __global__ void __launch_bounds__(FINISH_THREADS) tail_finish(const _
   complete(a);
 }
 #elif K3_ENTRY == 3
-// A group's columns, by the CTAs of all its slices.
+// A group's columns, by the CTAs of all its slices; `per_row` and `first` count units of four columns.
 DEVICE Units units_of_group(const Arguments& a) {
   const int group = blockIdx.x / SLICES, slice = blockIdx.x % SLICES;
   const int per_row = min(GROUP_TILES * 16, C - group * GROUP_TILES * 16) / 4;

@@ -13,9 +13,9 @@ Two paths of the projection. The general one runs everywhere: weights through re
 cut into equal slices (multiples of 64 columns) and equal groups (multiples of 16 rows, 64 to 256) fits the shared
 memory (K3 at W = 2, 4, 8 and 16: yes), a warp of its own streams the CTA's block of W_up by TMA into shared memory,
 from the kernel's start on and so under the call before, and wgmma multiplies from there. Where two CTAs fit an SM (K3
-from W = 4 on) call n + 1 loads under all of call n. Where z of 32 or 64 rows leaves no room for all of the weights they
-come in a ring. A column of wgmma's result depends on that column of z alone, so all variants give the same bits. Before
-this CTA's polls are over only a few boxes are in flight.
+to 8 rows at W = 4, more from W = 8 on) call n + 1 loads under all of call n. Where z of 32 or 64 rows leaves no room
+for all of the weights they come in a ring. A column of wgmma's result depends on that column of z alone, so all
+variants give the same bits. Before this CTA's first rows are in only a few boxes are in flight.
 """
 
 from __future__ import annotations
@@ -80,16 +80,15 @@ BOX_ROWS: Final = 64
 """Of a box at most. Boxes of 7 KB and more read as fast as larger ones, and a window of a few of them is finer."""
 
 WINDOW: Final = 3
-"""Boxes in flight before a CTA's polls are over. On an H200, in loopback at world size 2, two were slower by 0.4 to 0.8
-us up to 16 rows, five and more by 0.5 and more from 4 rows on; at world size 4, where the weights of two CTAs fit an
-SM, two were faster by 0.1 to 0.3 us (docs/performance.md)."""
+"""Boxes in flight before a CTA's first rows are in: by the table of windows in docs/performance.md, with a link
+emulated at world size 2. Where the weights of two CTAs fit an SM it is one less, which was 0.1 to 0.3 us better at world
+size 4."""
 
 WIDER_ROWS: Final = 2
-"""Rows up to which one box more is better: by 0.3 us at one, with a link emulated. At two it made no difference beyond
-0.1 us there and on two H200s; from four on it was worse by 0.1 to 0.4."""
+"""Rows up to which one box more is better, or no worse, by the same table and on two H200s."""
 
-LATE_ROWS: Final = range(9, 17)
-LATE_WINDOWS: Final = 2, 4
+TWO_WINDOW_ROWS: Final = range(9, 17)
+TWO_WINDOWS: Final = 2, 4
 """Rows with which fewer boxes are better while the call before is still finishing, and more from then on: by 0.15 to
 0.3 us at 16 on two H200s. With up to 8 rows that was 0.4 to 1.1 worse, at 32 0.2."""
 
@@ -236,12 +235,15 @@ class Geometry:
         return _box_shared_bytes(self.group_tiles * TILE, self.slice_width, tokens, ring, z_ring, summed)
 
     def windows(self, rows: int) -> tuple[int, int]:
-        """Boxes of weights in flight before, and after, the kernel in front of a call is over; up to the polls' end."""
+        """Boxes of weights in flight before, and after, the kernel in front of a call is over; up to the first rows.
+
+        Of no meaning on the general path.
+        """
         if 2 * 2 * self.group_tiles * TILE * self.slice_width <= SM_SHARED:  # the weights of two CTAs
             return WINDOW - 1, WINDOW - 1
         if rows <= WIDER_ROWS:
             return WINDOW + 1, WINDOW + 1
-        return LATE_WINDOWS if rows in LATE_ROWS else (WINDOW, WINDOW)
+        return TWO_WINDOWS if rows in TWO_WINDOW_ROWS else (WINDOW, WINDOW)
 
     def finish_blocks(self, rows: int, capacity: int) -> int:
         """CTAs of the finish: a thread for four columns of a row, as far as the grid is resident at once, and one for

@@ -23,12 +23,13 @@ static_assert(RING == STRIPES || (RING > 1 && RING < STRIPES));
 
 // Shared memory: weights [RING, GROUP_ROWS, 128 bytes], z [Z_RING, N, 128 bytes], both swizzled; squares of 64 columns
 // [rows that it sums, STRIPES]; a barrier a box of the ring, and a stripe of it; in two shots two a stripe of z; the number
-// of the call; how far it is, for the loading warps (0, then these two); what the call before used.
-enum Progress : u32 { KERNEL_BEFORE_OVER = 1, POLLS_OVER = 2 };
+// of the call; how far thread 0 is, for the loading warps (0, then these two; the others are about as far); what the call
+// before used.
+enum Progress : u32 { KERNEL_BEFORE_OVER = 1, FIRST_ROWS_IN = 2 };
 constexpr int Z = RING_BOXES * BOX_BYTES, SQUARES = Z + Z_RING * Z_STRIPE;
 constexpr int LANDED = SQUARES + 4 * (K3_TWO_SHOT ? SHARE : TOKENS) * STRIPES, FREE = LANDED + 8 * RING_BOXES;
 constexpr int Z_LANDED = FREE + 8 * RING, Z_FREE = Z_LANDED + (K3_TWO_SHOT ? 8 * Z_RING : 0);
-constexpr int NUMBER = Z_FREE + (K3_TWO_SHOT ? 8 * Z_RING : 0), OPEN = NUMBER + 8, USED = OPEN + 4;
+constexpr int NUMBER = Z_FREE + (K3_TWO_SHOT ? 8 * Z_RING : 0), PROGRESS = NUMBER + 8, USED = PROGRESS + 4;
 static_assert(USED + 4 == K3_SHARED_BYTES);
 
 // The loading warp. It touches nothing but weights, so it waits for no other kernel, unless they were made just now.
@@ -36,7 +37,7 @@ DEVICE void load_weights(const Arguments& a) {
   extern __shared__ __align__(1024) char memory[];
   const int lane = threadIdx.x & 31, group = blockIdx.x / SLICES, slice = blockIdx.x % SLICES;
   const u32 weights = shared_address(memory);
-  u32* open = (u32*)(memory + OPEN);
+  u32* progress = (u32*)(memory + PROGRESS);
   if (lane == 0) {
     for (int i = 0; i < RING_BOXES; i++) barrier_init(weights + LANDED + 8 * i, 1);
     for (int i = 0; i < RING; i++) barrier_init(weights + FREE + 8 * i, 4 * M_TILES);
@@ -46,7 +47,7 @@ DEVICE void load_weights(const Arguments& a) {
       barrier_init(weights + Z_FREE + 8 * i, 4 * M_TILES);
     }
 #endif
-    set_shared(open, 0);
+    set_shared(progress, 0);
     barrier_init_done();
   }
   __syncwarp();
@@ -58,7 +59,7 @@ DEVICE void load_weights(const Arguments& a) {
     int window = a.window;
     for (int i = 0; i < BOXES; i++) {
       while (i >= window && !barrier_passed(weights + LANDED + 8 * ((i - window) % RING_BOXES), (i - window) / RING_BOXES & 1))
-        if (const u32 now = look_shared(open)) window = now == KERNEL_BEFORE_OVER ? a.poll_window : BOXES;
+        if (const u32 now = look_shared(progress)) window = now == KERNEL_BEFORE_OVER ? a.poll_window : BOXES;
       const int stripe = i / PARTS, place = i % RING_BOXES;
       if (stripe >= RING) barrier_wait(weights + FREE + 8 * (stripe % RING), stripe / RING + 1 & 1);
       barrier_expect(weights + LANDED + 8 * place, BOX_BYTES);
@@ -137,7 +138,7 @@ DEVICE void reduce_latent(const Arguments& a, u64 call, int region, int slice, c
     } else if (at < tokens) {
       add_ranks<0, uint4>(s[0], latent_slots(a, region, at, column), w, PHASE_LATENT, at);
     }
-    if (threadIdx.x == 0) set_shared((u32*)(memory + OPEN), POLLS_OVER);
+    if (threadIdx.x == 0) set_shared((u32*)(memory + PROGRESS), FIRST_ROWS_IN);
 #pragma unroll
     for (int b = 0; b < BATCH; b++) {
       const int token = at + b * AT_A_TIME;
@@ -246,7 +247,7 @@ DEVICE u64 exchange(const Arguments& a) {
   const int region = (int)(call % 3);
   launch_dependents();
   wait_for_predecessor();
-  if (threadIdx.x == 0) set_shared((u32*)(memory + OPEN), KERNEL_BEFORE_OVER);
+  if (threadIdx.x == 0) set_shared((u32*)(memory + PROGRESS), KERNEL_BEFORE_OVER);
   if (threadIdx.x == THREADS - 1) *(u32*)(memory + USED) = turn(a, call);
   // Many rows of latent take a while on a link, and are waited for; the products give shared ones time.
   constexpr bool SHARED_AT_ONCE = TOKENS <= 16;

@@ -28,7 +28,7 @@ DEVICE void sum_share(const Arguments& a, u64 call, int region, int group, int s
     if (a.norm && some(i)) load_vector(gain[i], a.norm, column, a.flags & NORM_FP32);
     if (some(i)) add_ranks<0, uint4>(s[i], latent_slots(a, region, token_of(i), column), w, PHASE_LATENT, token_of(i));
   }
-  if (threadIdx.x == 0) set_shared((u32*)(memory + OPEN), POLLS_OVER);
+  if (threadIdx.x == 0) set_shared((u32*)(memory + PROGRESS), FIRST_ROWS_IN);
   sync_block();  // the calls before are done: nobody reads their z any more
 #pragma unroll
   for (int i = 0; i < TURNS; i++) {
@@ -68,7 +68,7 @@ DEVICE void load_terms(const Arguments& a) {
   const int lane = threadIdx.x & 31, slice = blockIdx.x % SLICES;
   const u32 base = shared_address(memory);
   __syncthreads();
-  while (look_shared((const u32*)(memory + OPEN)) != POLLS_OVER) __nanosleep(100);
+  while (look_shared((const u32*)(memory + PROGRESS)) != FIRST_ROWS_IN) __nanosleep(100);
   const u64 call = *(volatile u64*)(memory + NUMBER);
   Waiting w = waiting(a, call);
   w.deadline_ns *= 2;
