@@ -81,7 +81,7 @@ BOX_ROWS: Final = 64
 
 WINDOW: Final = 3
 """Boxes in flight before a CTA's first rows are in: by the table of windows in docs/performance.md, with a link
-emulated at world size 2. Where the weights of two CTAs fit an SM it is one less: 0.1 to 0.3 us better at world size 4."""
+emulated at world size 2. One less where the weights of two CTAs fit an SM: 0.1 to 0.3 us better at world size 4."""
 
 WIDER_ROWS: Final = 2
 """Rows up to which one box more is better, or no worse, by the same table and on two H200s."""
