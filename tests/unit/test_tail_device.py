@@ -113,11 +113,15 @@ class Noted:
     """In the place of TailKernels."""
 
     made: Sequence[dict[str, Any]] = ()
+    filled = 0
 
     def __init__(self, geometry: Geometry, **given: Any) -> None:
         type(self).made = (*type(self).made, {"geometry": geometry, **given})
         self.record = torch.zeros(RECORD_WORDS, dtype=torch.int32)
         self.calls: list[dict[str, Any]] = []
+
+    def fill(self) -> None:
+        type(self).filled += 1
 
     def __call__(self, **given: Any) -> Tensor:
         self.calls.append(given)
@@ -127,6 +131,7 @@ class Noted:
 @pytest.fixture
 def noted(monkeypatch: pytest.MonkeyPatch) -> type[Noted]:
     monkeypatch.setattr(Noted, "made", ())
+    monkeypatch.setattr(Noted, "filled", 0)
     monkeypatch.setattr(_tail_device, "TailKernels", Noted)
     monkeypatch.setattr(_tail_device, "room_of", lambda device, ranks: (ROOM[0], ROOM[1] // ranks))
     return Noted
@@ -199,7 +204,8 @@ def test_mailboxes_are_emptied_and_nothing_else(noted: type[Noted]) -> None:
     memory = mapped()
     tier = prepared(memory)
     layout = MailboxLayout.of(SPEC, world_size=WORLD, max_rows=MAX_ROWS, lanes=LANES)
-    for _ in range(2):
+    for times in (1, 2):
+        assert noted.filled == times  # the kernels' own memory with the mailboxes
         own = memory.block(1)
         assert (own[:OFFSET] == 7).all()
         assert (own[OFFSET + layout.nbytes :] == 7).all()
