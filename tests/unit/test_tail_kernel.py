@@ -271,6 +271,8 @@ CUTS = {
     "three": (96, 104, 3, 7),
     "one block": (64, 40, 2, 2),
     "sixteen": (256, 72, 16, 5),
+    # rows of several chunks of 32 fragments, and a last group with fewer tiles
+    "long rows": (1072, 552, 2, 10),
     # sm_90a's path: two slices and groups of one tile each; tiles that overlap and two stripes a slice; many ranks
     "boxes": (256, 128, 2, 5),
     "wide boxes": (448, 256, 4, 3),
@@ -343,7 +345,7 @@ def test_the_kernels_compute_the_tail(ranks: Callable[..., Ranks], cut: str, ove
     """Chains of calls of changing m, in both forms, ranks running ahead of each other: all regions, all clears."""
     group = ranks(cut)
     kept = []
-    rows = (9, 1, 5, 16, 2, 1, 8) if cut != "sixteen" else (3, 1, 9)
+    rows = (9, 1, 5, 16, 2, 1, 8) if cut not in ("sixteen", "long rows") else (3, 1, 9)
     for number, m in enumerate(rows):
         case, expected = exact(group, m, number, bias=True, routed_scale=0.5)
         kept.append((expected, ask(group, case, m, list(Form)[number % 2])))
@@ -588,11 +590,13 @@ def test_layouts_and_the_next_norm(ranks: Callable[..., Ranks], cut: str) -> Non
     wide_norm, wide_bias = case.norm_weight.float(), case.up_bias.float()  # they have to live until the run
     apart = torch.full((g.world_size, 5, g.latent_size + 24), float("nan"), dtype=BF16)
     apart[:, :, 8 : 8 + g.latent_size] = case.routed
+    wide = torch.full((g.world_size, 5, g.hidden_size + 16), float("nan"), dtype=BF16)
+    wide[:, :, 8 : 8 + g.hidden_size] = case.shared
     weight = torch.cat((case.up_weight, case.up_weight[:, :8]), 1)[:, : g.latent_size]
     for rank, tail in enumerate(group.tails):
         tail(
             routed=apart[rank, :, 8 : 8 + g.latent_size],
-            shared=case.shared[rank],
+            shared=wide[rank, :, 8 : 8 + g.hidden_size],
             residual=case.residual,
             up_weight=weight[rank * g.columns : (rank + 1) * g.columns],
             sharded=True,
