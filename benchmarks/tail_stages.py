@@ -443,12 +443,17 @@ def timeline(parts: Mapping[str, Tensor], isolated: bool) -> dict[str, list[floa
     return found
 
 
-def reading(parts: Mapping[str, Tensor], cut: Geometry, window: int) -> float:
-    """TB/s at which weights arrive before the polls are over, if all CTAs were as fast as the median one; median over
-    calls. So many boxes as a window has less were there when the last box of that time was asked for."""
+def reading(parts: Mapping[str, Tensor], cut: Geometry, rows: int) -> float | None:
+    """TB/s at which weights arrive before the first rows are in, if all CTAs were as fast as the median one; median
+    over calls. So many boxes as a window has less were there when the last box of that time was asked for.
+
+    None where weights come in a ring: once that is full they wait for products, which no stamp tells.
+    """
+    if cut.ring(cut.tokens_for(rows)) < cut.stripes:
+        return None
     slots = parts["exchange"][1:-EDGE]
     asked, opened, ahead, all_asked = (slots[..., SLOTS[name]] for name in ("ASKED", "OPENED", "AHEAD", "ALL_ASKED"))
-    boxes = torch.where(opened > 0, ahead, boxes_of(cut)) - window
+    boxes = (torch.where(opened > 0, ahead, boxes_of(cut)) - cut.windows(rows)[1]).clamp(min=0)
     until = torch.where(opened > 0, opened, all_asked)
     nbytes = 2 * cut.columns * cut.latent_size / boxes_of(cut)  # of a box, for all CTAs
     return float((nbytes * boxes / (until - asked)).median(1).values.median()) / 1e3
@@ -471,7 +476,7 @@ def stages(kind: Kind, cut: Geometry, folder: Path) -> None:
     compile_all(variants(cut, source, link=kind.link))
     stamps = blank(cut, lab.sms()).cuda()
     timelines: list[dict[str, list[float]]] = []
-    rates: list[float] = []
+    rates: list[float | None] = []
     taken: list[float] = []
     one = rank_of(cut, source, stamps, **kind.options)
     for m in lab.BENCH_ROWS:
@@ -482,7 +487,7 @@ def stages(kind: Kind, cut: Geometry, folder: Path) -> None:
         us = chain.replay()
         parts = by_kernel(stamps.cpu(), cut, cut.finish_blocks(m, lab.sms()))
         lab.check(not missing(parts), f"m {m}: a stamp is missing: {', '.join(missing(parts))}")
-        found, rate, step = timeline(parts, kind.isolated), reading(parts, cut, cut.windows(m)[1]), clock_step(parts)
+        found, rate, step = timeline(parts, kind.isolated), reading(parts, cut, m), clock_step(parts)
         lab.results[f"stages m {m}"] = {
             "us_with_stamps": us,
             "clock_step_ns": step,
@@ -500,7 +505,8 @@ def stages(kind: Kind, cut: Geometry, folder: Path) -> None:
         medians = [f"{found[name][1]:8.0f}" if name in found else f"{'-':>8}" for found in timelines]
         lab.summary.append(f"  {stage.words:<34}" + "".join(medians))
     lab.summary.append(f"{'us a call with stamps':<36}" + "".join(f"{us:8.2f}" for us in taken))
-    lab.summary.append(f"{'weights, TB/s, before polls are over':<36}" + "".join(f"{tb:8.2f}" for tb in rates))
+    rates_there = "".join(f"{'-':>8}" if tb is None else f"{tb:8.2f}" for tb in rates)
+    lab.summary.append(f"{'weights, TB/s, before rows are in':<36}{rates_there}")
 
 
 # Without a stage

@@ -125,12 +125,13 @@ def test_nanoseconds_of_today_are_told_apart() -> None:
     assert stages.clock_step(parts) == 1
     box = 2 * K3.columns * K3.latent_size / 28
     span = 3 * (names.index("OPENED") - names.index("ASKED"))
-    assert stages.reading(parts, K3, window=3) == pytest.approx((7 - 3) * box / span / 1e3)
+    assert stages.reading(parts, K3, 8) == pytest.approx((7 - 3) * box / span / 1e3)
+    assert stages.reading(parts, K3, 64) is None  # in a ring
     parts["exchange"][3, 1, first] = 0
     parts["exchange"][..., names.index("OPENED")] = 0  # not every window has to open
     assert stages.missing(parts) == ["BEGUN"]
     span = 3 * (names.index("ALL_ASKED") - names.index("ASKED"))
-    assert stages.reading(parts, K3, window=3) == pytest.approx((28 - 3) * box / span / 1e3)
+    assert stages.reading(parts, K3, 8) == pytest.approx((28 - 3) * box / span / 1e3)
 
 
 # On the emulator, in loopback as on a GPU
