@@ -592,12 +592,13 @@ def test_layouts_and_the_next_norm(ranks: Callable[..., Ranks], cut: str) -> Non
     apart[:, :, 8 : 8 + g.latent_size] = case.routed
     wide = torch.full((g.world_size, 5, g.hidden_size + 16), float("nan"), dtype=BF16)
     wide[:, :, 8 : 8 + g.hidden_size] = case.shared
+    residual = torch.cat((case.residual, case.residual[:, :24]), 1)[:, : g.hidden_size]
     weight = torch.cat((case.up_weight, case.up_weight[:, :8]), 1)[:, : g.latent_size]
     for rank, tail in enumerate(group.tails):
         tail(
             routed=apart[rank, :, 8 : 8 + g.latent_size],
             shared=wide[rank, :, 8 : 8 + g.hidden_size],
-            residual=case.residual,
+            residual=residual,
             up_weight=weight[rank * g.columns : (rank + 1) * g.columns],
             sharded=True,
             norm_weight=wide_norm,
