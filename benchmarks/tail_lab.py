@@ -909,6 +909,13 @@ class Chain:
         return [self.replay() for _ in range(replays)]
 
 
+def cold_caches() -> Callable[[int], object]:
+    """Something for `Chain`'s `before`: a kernel that writes twice the L2 cache of the current GPU."""
+    nbytes = 2 * torch.cuda.get_device_properties(torch.cuda.current_device()).L2_cache_size
+    memory = torch.empty(nbytes, dtype=torch.uint8, device="cuda")
+    return lambda call: memory.fill_(call % 7)
+
+
 BENCH_WORLDS = (2, 4, 8)
 PLAIN = Settings(pdl=False, poll_deadline=3.0)
 

@@ -87,11 +87,8 @@ def measure(options: argparse.Namespace, rank: int, world: int) -> dict[str, lis
     assert dist.group.WORLD is not None
     handle = symmetric.rendezvous(block, dist.group.WORLD.group_name)
     layers = [lab.Data(world, MAX_ROWS, lab.K3, 900 + n) for n in range(lab.LAYERS)]
-    before: Callable[[int], object] | None = None
-    if options.isolated:
-        nbytes = 2 * torch.cuda.get_device_properties(rank).L2_cache_size
-        twice_the_cache = torch.empty(nbytes, dtype=torch.uint8, device="cuda")
-        before = lambda call: twice_the_cache.fill_(call % 7)  # noqa: E731
+    before = lab.cold_caches() if options.isolated else None
+    alone = 0.0 if before is None else time_of(None, layers, 1, Form.SPLIT, before)
     form = Form.WHOLE if options.whole else Form.SPLIT
     choices: list[tuple[str, dict[str, Any]]] = [("as shipped", {})]
     choices += [("two shots", {"two_shot": True})] if options.two_shots else []
@@ -106,8 +103,7 @@ def measure(options: argparse.Namespace, rank: int, world: int) -> dict[str, lis
             row = []
             for m in options.rows:
                 dist.barrier()
-                us = time_of(one, layers, m, form, before)
-                row.append(us - time_of(None, layers, m, form, before) if before is not None else us)
+                row.append(time_of(one, layers, m, form, before) - alone)
             found.setdefault(name, []).append(row)
             torch.cuda.synchronize()
             dist.barrier()

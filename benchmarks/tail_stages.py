@@ -390,16 +390,12 @@ def layers() -> list[lab.Data]:
     return [lab.Data(WORLD, 64, lab.K3, 900 + n) for n in range(lab.LAYERS)]
 
 
-@cache
-def twice_the_cache() -> Tensor:
-    nbytes = 2 * torch.cuda.get_device_properties(0).L2_cache_size
-    return torch.empty(nbytes, dtype=torch.uint8, device="cuda")
+cold_caches = cache(lab.cold_caches)
 
 
 def chain_of(one: lab.Rank | None, m: int, kind: Kind) -> lab.Chain:
     """A chain of `one`'s calls, or of nothing but the kernels in front of them."""
-    before = (lambda call: twice_the_cache().fill_(call % 7)) if kind.isolated else None
-    return lab.Chain(one, layers(), m, before=before)
+    return lab.Chain(one, layers(), m, before=cold_caches() if kind.isolated else None)
 
 
 # When each stage is over

@@ -83,7 +83,7 @@ struct Arguments {
   Counters* counters;
   Record* record;
   float* partials;    // [GROUPS' columns: MAX_ROWS, SLICES, C]
-  float* squares;     // [GROUPS, MAX_ROWS, SLICES]; behind them what two shots need (tail_hopper.cuh)
+  float* squares;     // [GROUPS, MAX_ROWS, SLICES]; behind them what two shots need (tail_two_shot.cuh)
   u64 region_bytes;   // from a region to the next
   u64 gather_bytes;   // from the gather mailbox of even calls to that of odd ones
   u64 deadline_ns;

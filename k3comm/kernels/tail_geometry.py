@@ -211,7 +211,7 @@ class Geometry:
 
     def ring(self, tokens: int, two_shot: bool = False) -> int:
         """Stripes of weights that are in shared memory at once on sm_90a's path, of those of a slice."""
-        room = SHARED_LIMITS[self.arch] - STATIC_SHARED * two_shot
+        room = SHARED_LIMITS[self.arch] - STATIC_SHARED
         fits = [n for n in range(1, self.stripes + 1) if self._box_bytes(tokens, n, two_shot) <= room]
         return fits[-1]
 
@@ -329,7 +329,8 @@ def _box_cut(columns: int, latent_size: int, world_size: int, arch: str, cells: 
             width = latent_size // slices
             if columns % group_rows or latent_size % (slices * STRIPE) or width > MAX_SLICE:
                 continue
-            fits = _box_shared_bytes(group_rows, width, BOX_RESIDENT, width // STRIPE) <= SHARED_LIMITS[arch]
+            room = SHARED_LIMITS[arch] - STATIC_SHARED
+            fits = _box_shared_bytes(group_rows, width, BOX_RESIDENT, width // STRIPE) <= room
             if fits and slices * (columns // group_rows) <= cells:
                 polled = 2 * POLL_ROWS * world_size * width
                 cuts.append((2 * group_rows * width + polled + BOX_SLICE_COST * slices, group_rows, slices))

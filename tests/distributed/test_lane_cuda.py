@@ -27,7 +27,7 @@ from k3comm.tiers import Numerics, fused_lane_ar
 BF16 = torch.bfloat16
 HIDDEN, LATENT = 1024, 512
 WINDOWS = Path(k3comm.__file__).parent / "tiers" / "windows" / "default.toml"
-"""Whichever GPU: its PEER_AR wants room for 8192 rows, which are 25 MB of these widths."""
+"""Whichever GPU: its MULTIMEM_AR wants room for 8192 rows in the buffer that PEER_AR shares, 25 MB at these widths."""
 
 MOST = (1 << 20) // (2 * (HIDDEN + LATENT))
 """Rows of a lane at these widths, by `make`, so that few are many."""

@@ -264,9 +264,8 @@ def test_every_phase_gives_the_same_bits(make: Make, tier: Tier, graph: bool, de
 
 def test_multimem_is_what_the_windows_choose_for_prefill(make: Make, engaged: dict[Tier, list[int]]) -> None:
     """By the windows that stand for what was published: 256..8192 rows, and no forward of decode rows alone."""
-    windows = Path(k3comm.__file__).parent / "tiers" / "windows" / "default.toml"
     shared_gpu = make().settings.allow_shared_device
-    comm = make(tier=Tier.MULTIMEM_AR, settings=Settings(windows=str(windows), allow_shared_device=shared_gpu))
+    comm = make(tier=Tier.MULTIMEM_AR, settings=Settings(windows=str(WINDOWS), allow_shared_device=shared_gpu))
     case = integers(comm, 300)
     tail, right = handle(comm, case), truth(case)
     others = len(engaged[Tier.PEER_AR])
