@@ -226,8 +226,8 @@ class Geometry:
         return min(Z_RING, self.stripes)
 
     def two_shot_bytes(self) -> int:
-        """Of what two shots need behind the squares: z of MAX_ROWS rows in two terms, and a word a CTA."""
-        return 2 * 2 * MAX_ROWS * self.slices * self.slice_width + 8 * self.blocks
+        """Of what two shots need behind the squares: a word a CTA, and z of MAX_ROWS rows in two terms."""
+        return _up(8 * self.blocks, 128) + 2 * 2 * MAX_ROWS * self.slices * self.slice_width
 
     def _box_bytes(self, tokens: int, ring: int, two_shot: bool) -> int:
         z_ring, summed = (self.z_ring, -(-tokens // self.groups)) if two_shot else (None, None)

@@ -5,14 +5,16 @@
 // the tensor cores are at the ones before. One trip through the L2 cache more; nobody sums what another group has summed,
 // and z needs room for Z_RING stripes only, so that more of the weights fit.
 //
-// Behind the squares in this rank's own memory: z [SLICES, STRIPES, N, 128 bytes], swizzled; u64 [SLICES, GROUPS]: one more
-// than the number of the last call in which that group's rows are there, zeros at the start. Call n writes z once all
-// calls before are done whole.
+// Behind the squares in this rank's own memory: u64 [SLICES, GROUPS], one more than the number of the last call in which
+// that group's rows are there, zeros at the start; then z [SLICES, STRIPES, N, 128 bytes], swizzled, which ends elsewhere
+// for every variant. Call n writes z once all calls before are done whole.
 
-DEVICE char* terms_of(const Arguments& a, int slice) {
-  return (char*)(a.squares + GROUPS * MAX_ROWS * SLICES) + (u64)slice * STRIPES * Z_STRIPE;
+DEVICE u64* summed_of(const Arguments& a, int slice) {
+  return (u64*)(a.squares + GROUPS * MAX_ROWS * SLICES) + slice * GROUPS;
 }
-DEVICE u64* summed_of(const Arguments& a, int slice) { return (u64*)terms_of(a, SLICES) + slice * GROUPS; }
+DEVICE char* terms_of(const Arguments& a, int slice) {
+  return (char*)summed_of(a, 0) + (8 * CELLS + 127) / 128 * 128 + (u64)slice * STRIPES * Z_STRIPE;
+}
 
 DEVICE void sum_share(const Arguments& a, u64 call, int region, int group, int slice, char* memory) {
   const Waiting w = waiting(a, call);

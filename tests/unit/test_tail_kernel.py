@@ -393,6 +393,20 @@ def test_two_shots_give_the_bits_of_one(
 
 
 @NEEDS_GXX
+def test_two_shots_of_both_variants_share_a_workspace(ranks: Callable[..., Ranks]) -> None:
+    """Calls of few and of many rows in turn, which different kernels make: neither may take the other's z for a flag."""
+    group, narrow = ranks("boxes", 64, two_shot=True), ranks("boxes", 32, two_shot=True)
+    libraries = {40: group.library, 20: narrow.library}
+    for number, m in enumerate((40, 20, 40, 20, 20, 40)):
+        case, expected = exact(group, m, number)
+        outs = ask(group, case, m, list(Form)[number % 2])
+        group.library = libraries[m]
+        assert group.run(seed=number, skew=3) == 0
+        group.library.land()  # what the other one knows nothing of
+        assert all(torch.equal(out, expected) for out in outs), (number, m)
+
+
+@NEEDS_GXX
 def test_what_is_optional(ranks: Callable[..., Ranks]) -> None:
     group = ranks("two")
     for kind in ({"norm": False}, {"residual": False}, {"norm": False, "residual": False, "routed_scale": 2.0}):
