@@ -8,6 +8,7 @@
 
     link        each publication is 0.6 us late, as NVLink would make it
     isolated    before each call a kernel writes twice the L2 cache: a call that finds nothing there
+    two-shots   each of many rows is summed once (tail_two_shot.cuh)
 
 Both are of the two-kernel form on sm_90a's path, in loopback (tail_lab.py), in chains of 192 calls in a graph. The
 kernels are built from copies of their source in which a few places are changed (`STAMPED`, `LEFT_OUT`); a place that is
@@ -60,7 +61,7 @@ EDGE = 8
 # Sources
 
 
-SOURCES = ("tail_fusion.cu", "tail_hopper.cuh")
+SOURCES = ("tail_fusion.cu", "tail_hopper.cuh", "tail_two_shot.cuh")
 
 
 class Edit(NamedTuple):
@@ -111,12 +112,14 @@ class Stage:
         where: "exchange", "finish", or "credits", the last CTA of the finish.
         time: whether it is a time.
         always: whether every CTA comes by.
+        two_shots: whether there is such a stage in two shots only.
     """
 
     words: str
     where: str
     time: bool = True
     always: bool = True
+    two_shots: bool = False
 
 
 STAGES = {
@@ -126,9 +129,13 @@ STAGES = {
     "TURN": Stage("all calls before are done whole", "exchange"),
     "PUBLISHED": Stage("latent published", "exchange"),
     "LATENT": Stage("every word of the latent seen", "exchange"),
+    "SUMMED": Stage("its share of the sums said", "exchange", always=False, two_shots=True),
+    "ALL_SUMMED": Stage("sums of all groups said", "exchange", always=False, two_shots=True),
+    "Z_ASKED": Stage("last stripe of sums asked for", "exchange", always=False, two_shots=True),
     "OPENED": Stage("the window opens", "exchange", always=False),
     "AHEAD": Stage("  boxes asked for by then", "exchange", time=False, always=False),
     "ALL_ASKED": Stage("last box of weights asked for", "exchange"),
+    "FIRST": Stage("products begin", "exchange"),
     "COME": Stage("products come to the last stripe", "exchange"),
     "LANDED": Stage("its weights are there", "exchange"),
     "ISSUED": Stage("products issued", "exchange"),
@@ -183,7 +190,7 @@ STAMPED = (
     behind("  publish<true, SHARED_AT_ONCE>(a, region);", "stamp(a, *number, AT_PUBLISHED);"),
     Edit(
         "  project(a, group, slice, memory, [&] {",
-        "  stamp(a, *number, AT_LATENT);\n  project(a, group, slice, memory, [&] { stamp(a, *number, AT_ISSUED);",
+        "  stamp(a, *number, K3_TWO_SHOT ? AT_SUMMED : AT_LATENT);\n  project(a, group, slice, memory, [&] { stamp(a, *number, AT_ISSUED);",
     ),
     Edit(
         "clear(a, *(const u32*)(memory + USED), region);\n  });",
@@ -195,10 +202,16 @@ clear(a, *(const u32*)(memory + USED), region);
     ),
     behind("  product_wait<0>(sum);", "stamp(a, *(const u64*)(memory + NUMBER), AT_MADE);"),
     before(
-        "#if !K3_NO_WEIGHTS\n    barriers_wait",
+        "#if K3_TWO_SHOT\n    barrier_wait(weights + Z_LANDED",
         "if (i == STRIPES - 1) stamp(a, *(const u64*)(memory + NUMBER), AT_COME);\n",
     ),
-    before("    product_begin();", "if (i == STRIPES - 1) stamp(a, *(const u64*)(memory + NUMBER), AT_LANDED);\n"),
+    before(
+        "    product_begin();",
+        """\
+    if (i == 0) stamp(a, *(const u64*)(memory + NUMBER), AT_FIRST);
+    if (i == STRIPES - 1) stamp(a, *(const u64*)(memory + NUMBER), AT_LANDED);
+""",
+    ),
     # Its loading warp, which must not look for what has landed: that cost 0.6 to 4 us a call. What is known of it is
     # that a box was there when the one a window further was asked for. The call's number is there once the polls are
     # over.
@@ -215,11 +228,11 @@ clear(a, *(const u32*)(memory + USED), region);
     asked = nanoseconds();""",
     ),
     Edit(
-        "window = now == KERNEL_BEFORE_OVER ? a.poll_window : BOXES;",
+        "window = now == OPEN ? BOXES : a.poll_window;",
         """\
 {
-          window = now == KERNEL_BEFORE_OVER ? a.poll_window : BOXES;
-          if (now == FIRST_ROWS_IN && !opened) { opened = nanoseconds(); ahead = i; }
+          window = now == OPEN ? BOXES : a.poll_window;
+          if (now == OPEN && !opened) { opened = nanoseconds(); ahead = i; }
         }""",
     ),
     Edit(
@@ -228,7 +241,7 @@ clear(a, *(const u32*)(memory + USED), region);
 weights + LANDED + 8 * place, policy);
     }
     all_asked = nanoseconds();
-    while (look_shared(progress) != FIRST_ROWS_IN) __nanosleep(200);
+    while (look_shared(progress) < FIRST_ROWS_IN) __nanosleep(200);
     const u64 call = *(volatile u64*)(memory + NUMBER);
     stamp(a, call, AT_ASKED, asked);
     stamp(a, call, AT_OPENED, opened);
@@ -236,6 +249,18 @@ weights + LANDED + 8 * place, policy);
     stamp(a, call, AT_ALL_ASKED, all_asked);
   }
 """,
+    ),
+    # In two shots, and their loading warp.
+    before("  sync_block();  // the calls before are done: nobody reads their z any more", "stamp(a, call, AT_LATENT);\n"),
+    before("  fence_loads();\n  for (int i = 0; i < STRIPES; i++) {", "  stamp(a, call, AT_ALL_SUMMED, nanoseconds());\n"),
+    behind(
+        """\
+    load_bytes(base + Z + i % Z_RING * Z_STRIPE, terms_of(a, slice) + i * Z_STRIPE, Z_STRIPE,
+               base + Z_LANDED + 8 * (i % Z_RING));
+  }
+  if (Z_RING == STRIPES) set_shared((u32*)(memory + PROGRESS), SUMS_IN);
+""",
+        "  stamp(a, call, AT_Z_ASKED, nanoseconds());\n",
     ),
     # The finish.
     behind("  __shared__ u64 number;", "const u64 began = nanoseconds();"),
@@ -314,6 +339,7 @@ LEFT_OUT = {
                 "sum += squares[token * STRIPES + i];\n  a.squares[(group * MAX_ROWS + token) * SLICES + slice] = sum;",
                 "sum += squares[token * STRIPES + i];\n  (void)sum;",
             ),
+            Edit("a.squares[(i % GROUPS * MAX_ROWS + token) * SLICES + slice] = sum;", "(void)sum;"),
             Edit("v[s] = load_partial(partials + (u64)s * C);", "v[s] = make_float4(0, 0, 0, 0);"),
             Edit("four = load_partial(squares + s);", "four = make_float4(0, 0, 0, 0);"),
             Edit("square[s] = __uint_as_float(load_l2(squares + s, u32()));", "square[s] = 0.0f;"),
@@ -374,15 +400,16 @@ def rank_of(cut: Geometry, folder: Path, stamps: Tensor | None = None, **options
 
 @attrs.frozen
 class Kind:
-    """What the command line asks for: `link`, `isolated`."""
+    """What the command line asks for: `link`, `isolated`, `two-shots`."""
 
     link: bool = False
     isolated: bool = False
+    two_shots: bool = False
 
     @property
     def options(self) -> dict[str, Any]:
         """Of TailKernels."""
-        return {"link_cycles": lab.LINK_CYCLES} if self.link else {}
+        return {"link_cycles": lab.LINK_CYCLES if self.link else 0, "two_shot": self.two_shots}
 
 
 @cache
@@ -439,13 +466,14 @@ def timeline(parts: Mapping[str, Tensor], isolated: bool) -> dict[str, list[floa
     return found
 
 
-def reading(parts: Mapping[str, Tensor], cut: Geometry, rows: int) -> float | None:
+def reading(parts: Mapping[str, Tensor], cut: Geometry, rows: int, two_shots: bool = False) -> float | None:
     """TB/s at which weights arrive before the first rows are in, if all CTAs were as fast as the median one; median
     over calls. So many boxes as a window has less were there when the last box of that time was asked for.
 
     None where weights come in a ring: once that is full they wait for products, which no stamp tells.
     """
-    if cut.ring(cut.tokens_for(rows)) < cut.stripes:
+    tokens = cut.tokens_for(rows)
+    if cut.ring(tokens, two_shots and cut.two_shot(tokens)) < cut.stripes:
         return None
     slots = parts["exchange"][1:-EDGE]
     asked, opened, ahead, all_asked = (slots[..., SLOTS[name]] for name in ("ASKED", "OPENED", "AHEAD", "ALL_ASKED"))
@@ -469,7 +497,7 @@ def clock_step(parts: Mapping[str, Tensor]) -> int:
 
 def stages(kind: Kind, cut: Geometry, folder: Path) -> None:
     source = write_sources(folder / "stamped", STAMPED)
-    compile_all(variants(cut, source, link=kind.link))
+    compile_all(variants(cut, source, link=kind.link, two_shot=kind.two_shots))
     stamps = blank(cut, lab.sms()).cuda()
     timelines: list[dict[str, list[float]]] = []
     rates: list[float | None] = []
@@ -483,7 +511,7 @@ def stages(kind: Kind, cut: Geometry, folder: Path) -> None:
         us = chain.replay()
         parts = by_kernel(stamps.cpu(), cut, cut.finish_blocks(m, lab.sms()))
         lab.check(not missing(parts), f"m {m}: a stamp is missing: {', '.join(missing(parts))}")
-        found, rate, step = timeline(parts, kind.isolated), reading(parts, cut, m), clock_step(parts)
+        found, rate, step = timeline(parts, kind.isolated), reading(parts, cut, m, kind.two_shots), clock_step(parts)
         lab.results[f"stages m {m}"] = {
             "us_with_stamps": us,
             "clock_step_ns": step,
@@ -511,7 +539,8 @@ def stages(kind: Kind, cut: Geometry, folder: Path) -> None:
 def left_out(kind: Kind, cut: Geometry, folder: Path) -> None:
     arms = {"whole": Without(), **LEFT_OUT, "whole, again": Without()}  # the last one shows how far times wander
     sources = {name: write_sources(folder / name, arm.edits) if arm.edits else FOLDER for name, arm in arms.items()}
-    compile_all([v for name, arm in arms.items() for v in variants(cut, sources[name], link=kind.link, **arm.options)])
+    more = {"link": kind.link, "two_shot": kind.two_shots}
+    compile_all([v for name, arm in arms.items() for v in variants(cut, sources[name], **more, **arm.options)])
     table: dict[str, list[float]] = {}
     for name, arm in arms.items():
         one = rank_of(cut, sources[name], **kind.options, **arm.options)
@@ -528,7 +557,7 @@ def left_out(kind: Kind, cut: Geometry, folder: Path) -> None:
 
 
 SECTIONS: dict[str, Callable[[Kind, Geometry, Path], None]] = {"stages": stages, "left-out": left_out}
-KINDS = tuple(attrs.fields_dict(Kind))
+KINDS = tuple(name.replace("_", "-") for name in attrs.fields_dict(Kind))
 
 
 def main() -> None:
@@ -544,7 +573,7 @@ def main() -> None:
         there = f"sections {', '.join(SECTIONS)}, and kinds {', '.join(KINDS)}"
         raise SystemExit(f"{', '.join(unknown)}: not known; there are {there}")
     lab.need_gpu()
-    kind = Kind(**{name: name in arguments for name in KINDS})
+    kind = Kind(**{name.replace("-", "_"): name in arguments for name in KINDS})
     lab.say(f"{torch.cuda.get_device_name()}, {lab.sms()} SMs, torch {torch.__version__}, {kind}")
     cut = lab.geometry(lab.K3, WORLD, lab.sms())
     if not cut.box_rows:
@@ -555,7 +584,7 @@ def main() -> None:
                 SECTIONS[name](kind, cut, Path(folder))
     print("\n".join(["", *lab.summary, *(f"FAILED {text[:300]}" for text in lab.failures[:20])]), flush=True)
     print(f"{len(lab.failures)} failures, {time.time() - start:.0f} s", flush=True)
-    kinds = [name for name in KINDS if getattr(kind, name)]
+    kinds = [name for name in KINDS if name in arguments]
     given = {"kind": attrs.asdict(kind), "world": WORLD, "results": lab.results, "failures": lab.failures}
     lab.write_json("-".join(["tail_stages", *kinds]), given)
     os._exit(bool(lab.failures))

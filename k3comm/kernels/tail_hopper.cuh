@@ -23,9 +23,10 @@ static_assert(RING == STRIPES || (RING > 1 && RING < STRIPES));
 
 // Shared memory: weights [RING, GROUP_ROWS, 128 bytes], z [Z_RING, N, 128 bytes], both swizzled; squares of 64 columns
 // [rows that it sums, STRIPES]; a barrier a box of the ring, and a stripe of it; in two shots two a stripe of z; the number
-// of the call; how far thread 0 is, for the loading warps (0, then these two; the others are about as far); what the call
-// before used.
-enum Progress : u32 { KERNEL_BEFORE_OVER = 1, FIRST_ROWS_IN = 2 };
+// of the call; how far thread 0 is, for the loading warps (0, then these; the others are about as far), or in two shots the
+// one that loads z; what the call before used.
+enum Progress : u32 { KERNEL_BEFORE_OVER = 1, FIRST_ROWS_IN = 2, SUMS_IN = 3 };
+constexpr u32 OPEN = K3_TWO_SHOT ? SUMS_IN : FIRST_ROWS_IN;  // from then on nothing that is small waits behind weights
 constexpr int Z = RING_BOXES * BOX_BYTES, SQUARES = Z + Z_RING * Z_STRIPE;
 constexpr int LANDED = SQUARES + 4 * (K3_TWO_SHOT ? SHARE : TOKENS) * STRIPES, FREE = LANDED + 8 * RING_BOXES;
 constexpr int Z_LANDED = FREE + 8 * RING, Z_FREE = Z_LANDED + (K3_TWO_SHOT ? 8 * Z_RING : 0);
@@ -59,7 +60,7 @@ DEVICE void load_weights(const Arguments& a) {
     int window = a.window;
     for (int i = 0; i < BOXES; i++) {
       while (i >= window && !barrier_passed(weights + LANDED + 8 * ((i - window) % RING_BOXES), (i - window) / RING_BOXES & 1))
-        if (const u32 now = look_shared(progress)) window = now == KERNEL_BEFORE_OVER ? a.poll_window : BOXES;
+        if (const u32 now = look_shared(progress)) window = now == OPEN ? BOXES : a.poll_window;
       const int stripe = i / PARTS, place = i % RING_BOXES;
       if (stripe >= RING) barrier_wait(weights + FREE + 8 * (stripe % RING), stripe / RING + 1 & 1);
       barrier_expect(weights + LANDED + 8 * place, BOX_BYTES);

@@ -70,7 +70,7 @@ DEVICE void load_terms(const Arguments& a) {
   const int lane = threadIdx.x & 31, slice = blockIdx.x % SLICES;
   const u32 base = shared_address(memory);
   __syncthreads();
-  while (look_shared((const u32*)(memory + PROGRESS)) != FIRST_ROWS_IN) __nanosleep(100);
+  while (look_shared((const u32*)(memory + PROGRESS)) < FIRST_ROWS_IN) __nanosleep(100);
   const u64 call = *(volatile u64*)(memory + NUMBER);
   Waiting w = waiting(a, call);
   w.deadline_ns *= 2;
@@ -82,9 +82,11 @@ DEVICE void load_terms(const Arguments& a) {
   if (lane) return;
   fence_loads();
   for (int i = 0; i < STRIPES; i++) {
+    if (i == Z_RING) set_shared((u32*)(memory + PROGRESS), SUMS_IN);
     if (i >= Z_RING) barrier_wait(base + Z_FREE + 8 * (i % Z_RING), i / Z_RING + 1 & 1);
     barrier_expect(base + Z_LANDED + 8 * (i % Z_RING), Z_STRIPE);
     load_bytes(base + Z + i % Z_RING * Z_STRIPE, terms_of(a, slice) + i * Z_STRIPE, Z_STRIPE,
                base + Z_LANDED + 8 * (i % Z_RING));
   }
+  if (Z_RING == STRIPES) set_shared((u32*)(memory + PROGRESS), SUMS_IN);
 }
