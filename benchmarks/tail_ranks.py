@@ -8,7 +8,7 @@ layers in turn; 11 replays, the median of the slowest rank. Every choice takes i
 printed are the better one and, behind a plus, by how much the other one was worse.
 
 `--windows`: boxes of weights in flight before and after the kernel in front of a call is over, as `Geometry.windows`
-says by itself. `--two-shots`: with many rows each is summed once (tail_two_shot.cuh). `--whole`: one kernel a call.
+says by itself. `--shots`: many rows in one shot and in two (tail_two_shot.cuh) too. `--whole`: one kernel a call.
 `--isolated`: before each call a kernel writes twice the L2 cache, whose own time is taken off.
 """
 
@@ -60,7 +60,7 @@ def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n", maxsplit=1)[0])
     made.add_argument("--windows", type=lambda text: [windows_of(part) for part in text.split(",")], default=[])
     made.add_argument("--rows", type=rows_of, default=list(lab.BENCH_ROWS))
-    made.add_argument("--two-shots", action="store_true")
+    made.add_argument("--shots", action="store_true")
     made.add_argument("--whole", action="store_true")
     made.add_argument("--isolated", action="store_true")
     return made
@@ -91,7 +91,7 @@ def measure(options: argparse.Namespace, rank: int, world: int) -> dict[str, lis
     alone = 0.0 if before is None else time_of(None, layers, 1, Form.SPLIT, before)
     form = Form.WHOLE if options.whole else Form.SPLIT
     choices: list[tuple[str, dict[str, Any]]] = [("as shipped", {})]
-    choices += [("two shots", {"two_shot": True})] if options.two_shots else []
+    choices += [("one shot", {"two_shot": False}), ("two shots", {"two_shot": True})] if options.shots else []
     choices += [(f"windows {a} x {b}", {"windows": (a, b)}) for a, b in options.windows]
     cut = lab.geometry(lab.K3, world, lab.sms())
     found: dict[str, list[list[float]]] = {}

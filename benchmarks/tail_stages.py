@@ -8,7 +8,8 @@
 
     link        each publication is 0.6 us late, as NVLink would make it
     isolated    before each call a kernel writes twice the L2 cache: a call that finds nothing there
-    two-shots   each of many rows is summed once (tail_two_shot.cuh)
+    one-shot    no row in two shots (tail_two_shot.cuh)
+    two-shots   rows in two shots from 17 on
 
 Both are of the two-kernel form on sm_90a's path, in loopback (tail_lab.py), in chains of 192 calls in a graph. The
 kernels are built from copies of their source in which a few places are changed (`STAMPED`, `LEFT_OUT`); a place that is
@@ -335,11 +336,7 @@ LEFT_OUT = {
     "no partial sums": Without(
         (
             Edit("a.partials[((u64)token * SLICES + slice) * C + to + 8 * (i >> 1)] = v;", "(void)v;"),
-            Edit(
-                "sum += squares[token * STRIPES + i];\n  a.squares[(group * MAX_ROWS + token) * SLICES + slice] = sum;",
-                "sum += squares[token * STRIPES + i];\n  (void)sum;",
-            ),
-            Edit("a.squares[(i % GROUPS * MAX_ROWS + token) * SLICES + slice] = sum;", "(void)sum;"),
+            Edit("  a.squares[(group * MAX_ROWS + token) * SLICES + slice] = sum;", "  (void)sum;"),
             Edit("v[s] = load_partial(partials + (u64)s * C);", "v[s] = make_float4(0, 0, 0, 0);"),
             Edit("four = load_partial(squares + s);", "four = make_float4(0, 0, 0, 0);"),
             Edit("square[s] = __uint_as_float(load_l2(squares + s, u32()));", "square[s] = 0.0f;"),
@@ -400,16 +397,22 @@ def rank_of(cut: Geometry, folder: Path, stamps: Tensor | None = None, **options
 
 @attrs.frozen
 class Kind:
-    """What the command line asks for: `link`, `isolated`, `two-shots`."""
+    """What the command line asks for: `link`, `isolated`, `one-shot`, `two-shots`."""
 
     link: bool = False
     isolated: bool = False
+    one_shot: bool = False
     two_shots: bool = False
+
+    @property
+    def two_shot(self) -> bool | None:
+        """As `Geometry.two_shot` takes it."""
+        return self.two_shots if self.one_shot or self.two_shots else None
 
     @property
     def options(self) -> dict[str, Any]:
         """Of TailKernels."""
-        return {"link_cycles": lab.LINK_CYCLES if self.link else 0, "two_shot": self.two_shots}
+        return {"link_cycles": lab.LINK_CYCLES if self.link else 0, "two_shot": self.two_shot}
 
 
 @cache
@@ -466,18 +469,17 @@ def timeline(parts: Mapping[str, Tensor], isolated: bool) -> dict[str, list[floa
     return found
 
 
-def reading(parts: Mapping[str, Tensor], cut: Geometry, rows: int, two_shots: bool = False) -> float | None:
+def reading(parts: Mapping[str, Tensor], cut: Geometry, rows: int, two_shot: bool | None = None) -> float | None:
     """TB/s at which weights arrive before the first rows are in, if all CTAs were as fast as the median one; median
     over calls. So many boxes as a window has less were there when the last box of that time was asked for.
 
     None where weights come in a ring: once that is full they wait for products, which no stamp tells.
     """
-    tokens = cut.tokens_for(rows)
-    if cut.ring(tokens, two_shots and cut.two_shot(tokens)) < cut.stripes:
+    if cut.ring(cut.tokens_for(rows), two_shot) < cut.stripes:
         return None
     slots = parts["exchange"][1:-EDGE]
     asked, opened, ahead, all_asked = (slots[..., SLOTS[name]] for name in ("ASKED", "OPENED", "AHEAD", "ALL_ASKED"))
-    boxes = (torch.where(opened > 0, ahead, boxes_of(cut)) - cut.windows(rows)[1]).clamp(min=0)
+    boxes = (torch.where(opened > 0, ahead, boxes_of(cut)) - cut.windows(rows, two_shot)[1]).clamp(min=0)
     until = torch.where(opened > 0, opened, all_asked)
     nbytes = 2 * cut.columns * cut.latent_size / boxes_of(cut)  # of a box, for all CTAs
     return float((nbytes * boxes / (until - asked)).median(1).values.median()) / 1e3
@@ -497,7 +499,7 @@ def clock_step(parts: Mapping[str, Tensor]) -> int:
 
 def stages(kind: Kind, cut: Geometry, folder: Path) -> None:
     source = write_sources(folder / "stamped", STAMPED)
-    compile_all(variants(cut, source, link=kind.link, two_shot=kind.two_shots))
+    compile_all(variants(cut, source, link=kind.link, two_shot=kind.two_shot))
     stamps = blank(cut, lab.sms()).cuda()
     timelines: list[dict[str, list[float]]] = []
     rates: list[float | None] = []
@@ -511,7 +513,7 @@ def stages(kind: Kind, cut: Geometry, folder: Path) -> None:
         us = chain.replay()
         parts = by_kernel(stamps.cpu(), cut, cut.finish_blocks(m, lab.sms()))
         lab.check(not missing(parts), f"m {m}: a stamp is missing: {', '.join(missing(parts))}")
-        found, rate, step = timeline(parts, kind.isolated), reading(parts, cut, m, kind.two_shots), clock_step(parts)
+        found, rate, step = timeline(parts, kind.isolated), reading(parts, cut, m, kind.two_shot), clock_step(parts)
         lab.results[f"stages m {m}"] = {
             "us_with_stamps": us,
             "clock_step_ns": step,
@@ -539,7 +541,7 @@ def stages(kind: Kind, cut: Geometry, folder: Path) -> None:
 def left_out(kind: Kind, cut: Geometry, folder: Path) -> None:
     arms = {"whole": Without(), **LEFT_OUT, "whole, again": Without()}  # the last one shows how far times wander
     sources = {name: write_sources(folder / name, arm.edits) if arm.edits else FOLDER for name, arm in arms.items()}
-    more = {"link": kind.link, "two_shot": kind.two_shots}
+    more = {"link": kind.link, "two_shot": kind.two_shot}
     compile_all([v for name, arm in arms.items() for v in variants(cut, sources[name], **more, **arm.options)])
     table: dict[str, list[float]] = {}
     for name, arm in arms.items():

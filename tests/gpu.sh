@@ -89,7 +89,7 @@ stages() { run stages 120 "${PYTHON}" benchmarks/tail_stages.py stages left-out 
 nccl() { tests nccl 300 "${GPUS}" "${D}/test_cuda.py" ${DEVICE} --nccl; }
 tiers() { tests tiers 250 "${GPUS}" "${D}/test_tiers.py" --nccl; }
 doctor() { run doctor 60 bash -c 'ranks "$@"' ranks "${GPUS}" -m k3comm doctor --device cuda; }
-chains() { run chains 90 bash -c 'ranks "$@"' ranks "${GPUS}" benchmarks/tail_ranks.py --two-shots; }
+chains() { run chains 90 bash -c 'ranks "$@"' ranks "${GPUS}" benchmarks/tail_ranks.py --shots; }
 bench() {
     run bench 400 bash -c 'ranks "$@"' ranks "${GPUS}" -m k3comm bench --rows "${ROWS:-1,2,4,8,16,32,64}" \
         --replays "${REPLAYS:-200}" --json "${OUT}/bench.json"

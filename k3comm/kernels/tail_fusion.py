@@ -92,7 +92,7 @@ def kernel_variant(
     credits: bool = True,
     link: bool = False,
     weights: bool = True,
-    two_shot: bool = False,
+    two_shot: bool | None = None,
 ) -> KernelVariant:
     """One kernel of a tail, for the geometry's architecture.
 
@@ -104,11 +104,11 @@ def kernel_variant(
         credits: ranks tell each other what they have emptied; without, a benchmark sees what that costs.
         link: publications can be held back, for benchmarks on one GPU.
         weights: they are read; without, results are garbage, and a benchmark sees what reading them costs.
-        two_shot: with more than BOX_RESIDENT rows on sm_90a's path each row is summed once (tail_two_shot.cuh).
+        two_shot: as `Geometry.two_shot` takes it: each row is summed once, or not, where that can be chosen.
     """
     multiplies = entry in (Entry.tail_exchange, Entry.tail_whole)
     boxed = multiplies and geometry.box_rows > 0
-    two_shot = two_shot and multiplies and geometry.two_shot(tokens)
+    two_shot = multiplies and geometry.two_shot(tokens, two_shot)
     deferred = {None: 0, torch.bfloat16: 1, torch.float32: 2}[expert_weights]
     talks = entry is not Entry.tail_next_norm
     archs: Any = (geometry.arch,)
@@ -186,9 +186,10 @@ def variants() -> Iterator[KernelVariant]:
             general = Geometry.choose(7168, 3584, 2, arch=arch, capacity=sms, general=True)
             found += [
                 kernel_variant(k3, Entry.tail_exchange, tokens=4),
-                kernel_variant(k3, Entry.tail_exchange, tokens=64, two_shot=True),
+                kernel_variant(k3, Entry.tail_exchange, tokens=64),
+                kernel_variant(k3, Entry.tail_exchange, tokens=64, two_shot=False),
                 kernel_variant(k3, Entry.tail_whole, tokens=32, two_shot=True, expert_weights=torch.bfloat16),
-                kernel_variant(wide, Entry.tail_whole, tokens=64, two_shot=True, transport="multicast"),
+                kernel_variant(wide, Entry.tail_whole, tokens=64, transport="multicast"),
                 *(
                     kernel_variant(cut, entry, tokens=tokens, expert_weights=torch.float32)
                     for cut in (Geometry.choose(7168, 3584, world, arch=arch, capacity=sms) for world in (4, 8))
@@ -395,7 +396,7 @@ class TailKernels:
         link_cycles: int = 0,
         windows: tuple[int, int] | None = None,
         weights: bool = True,
-        two_shot: bool = False,
+        two_shot: bool | None = None,
     ) -> None:
         settings = Settings() if settings is None else settings
         self.geometry = geometry
@@ -405,6 +406,8 @@ class TailKernels:
         options: dict[str, Any] = {"transport": transport, "credits": credits, "link": link_cycles > 0}
         options |= {"weights": weights, "two_shot": two_shot}
         self._windows = windows
+        self._two_shot = two_shot
+        self._pdl = settings.pdl
 
         def launch(entry: Entry, grid: int, block: int, shared: int = 0, **kind: Any) -> Launch:
             compiled = compile_kernel(kernel_variant(geometry, entry, **options, **kind), geometry.arch, settings)
@@ -417,13 +420,12 @@ class TailKernels:
         for form in forms:
             entry = Entry.tail_whole if form is Form.WHOLE else Entry.tail_exchange
             for tokens in geometry.tokens:
-                two = two_shot and geometry.two_shot(tokens)
                 for dtype in (None, *deferred):
                     self._first[form, tokens, dtype] = launch(
                         entry,
                         geometry.blocks + (form is Form.WHOLE),
-                        geometry.block(two),
-                        geometry.shared_bytes(tokens, two),
+                        geometry.block(tokens, two_shot),
+                        geometry.shared_bytes(tokens, two_shot),
                         tokens=tokens,
                         expert_weights=dtype,
                     )
@@ -435,7 +437,7 @@ class TailKernels:
                 m: launch(Entry.tail_finish, geometry.finish_blocks(m, capacity), FINISH_THREADS) for m in rows
             }
         self._next_norm = {m: launch(Entry.tail_next_norm, m, THREADS) for m in rows}
-        size = geometry.partial_bytes + geometry.square_bytes + two_shot * geometry.two_shot_bytes()
+        size = geometry.workspace_bytes(two_shot)
         self._workspaces = [torch.empty(size, dtype=torch.uint8, device=device) for _ in lanes]
         self.fill()
         self._arguments = [
@@ -563,7 +565,7 @@ class TailKernels:
             a.next_norm, a.normed = next_norm_weight.data_ptr(), normed.data_ptr()
             a.flags |= NEXT_NORM_FP32 * (next_norm_weight.dtype == torch.float32)
         a.out, a.rows, a.layer, a.scale = out.data_ptr(), rows, layer, routed_scale
-        a.window, a.poll_window = self._windows or geometry.windows(rows)
+        a.window, a.poll_window = self._windows or geometry.windows(rows, self._two_shot, pdl=self._pdl)
         packed = bytes(a)
         self._first[form, tokens, dtype](packed)
         if form is Form.SPLIT:

@@ -14,7 +14,8 @@ cut into equal slices (multiples of 64 columns) and equal groups (multiples of 1
 memory (K3 at W = 2, 4, 8 and 16: yes), a warp of its own streams the CTA's block of W_up by TMA into shared memory,
 from the kernel's start on and so under the call before, and wgmma multiplies from there. Where two CTAs fit an SM (K3
 to 8 rows at W = 4, more from W = 8 on) call n + 1 loads under all of call n. Where z of 32 or 64 rows leaves no room
-for all of the weights they come in a ring. A column of wgmma's result depends on that column of z alone, so all
+for all of the weights they come in a ring. Many rows of many ranks are summed once, in two shots, and not by each group
+of output columns anew (`Geometry.two_shot`). A column of wgmma's result depends on that column of z alone, so all
 variants give the same bits. Before this CTA's first rows are in only a few boxes are in flight.
 """
 
@@ -67,8 +68,13 @@ BOX_TOKENS: Final = (4, 8, 16, 32, 64)
 BOX_RESIDENT: Final = 16
 """Rows up to which all weights of a CTA have to fit in shared memory beside z. With more they may come in a ring."""
 
-Z_RING: Final = 3
-"""Stripes of z on their way or in use in two shots. A seed: not measured."""
+TWO_SHOT_ROWS: Final = 128
+"""Rows that a variant holds times ranks, what a CTA polls, from which each row is summed once, in two shots: at W = 2
+33 rows and more, from W = 4 on 17, by the tables in docs/performance.md."""
+
+Z_RING: Final = 4
+"""Stripes of z on their way or in use then: 0.4 us better at 64 rows of W = 2 than three, which would leave room for one
+stripe of weights more, and 1 us better than five or two."""
 
 STRIPE: Final = 64
 """Latent columns of a box of weights: 128 bytes, the span of the swizzle."""
@@ -90,6 +96,13 @@ TWO_WINDOW_ROWS: Final = range(9, 17)
 TWO_WINDOWS: Final = 2, 4
 """Rows with which fewer boxes are better while the call before is still finishing, and more from then on: by 0.15 to
 0.3 us at 16 on two H200s. With up to 8 rows that was 0.4 to 1.1 worse, at 32 0.2."""
+
+TWO_SHOT_WINDOWS: Final = 8, 8
+"""In two shots, where few of the weights are there early: 0.3 to 0.7 us better at 48 and 64 rows on two H200s than 3."""
+
+PLAIN_WINDOW: Final = 6
+"""Boxes in flight where a call starts behind the end of the one before (no programmatic launch): up to 0.4 us better to
+16 rows on two H200s than WINDOW, within 0.1 at one and two rows."""
 
 POLL_ROWS: Final = 8
 """Rows by which the cost of polling counts in the choice of a cut."""
@@ -129,7 +142,7 @@ def _box_shared_bytes(
     stripes = slice_width // STRIPE
     barriers = ring * (group_rows // _box_rows(group_rows)) + ring + 2 * (z_ring or 0)
     z = 4 * tokens * STRIPE * (stripes if z_ring is None else z_ring)
-    squares = 4 * (tokens if summed is None else summed) * stripes
+    squares = _up(4 * (tokens if summed is None else summed) * stripes, 8)
     return 2 * group_rows * ring * STRIPE + z + squares + 8 * barriers + 16
 
 
@@ -180,9 +193,9 @@ class Geometry:
         """Of a block of the exchange that take part in all of it: a warpgroup a tile of 64 rows, no fewer than 256."""
         return 256 if self.box_rows and self.group_tiles * TILE <= 128 else THREADS
 
-    def block(self, two_shot: bool = False) -> int:
-        """Threads of a block of the exchange, with the warps that load."""
-        return self.threads + 32 * ((1 + two_shot) if self.box_rows else 0)
+    def block(self, tokens: int, two_shot: bool | None = None) -> int:
+        """Threads of a block of the exchange for so many rows at once, with the warps that load."""
+        return self.threads + 32 * ((1 + self.two_shot(tokens, two_shot)) if self.box_rows else 0)
 
     @property
     def tokens(self) -> tuple[int, ...]:
@@ -199,17 +212,22 @@ class Geometry:
             raise InputError(f"rows: {rows!r} given; accepted are 1 to {MAX_ROWS}")
         return next((tokens for tokens in self.tokens if rows <= tokens), self.tokens[-1])
 
-    def two_shot(self, tokens: int) -> bool:
-        """Whether a variant of so many rows can be built to sum each row once, in two shots."""
-        return self.box_rows > 0 and tokens > BOX_RESIDENT
+    def two_shot(self, tokens: int, asked: bool | None = None) -> bool:
+        """Whether a variant of so many rows sums each of them once, in two shots (tail_two_shot.cuh).
 
-    def shared_bytes(self, tokens: int, two_shot: bool = False) -> int:
+        Args:
+            asked: what a benchmark wants, where it can be had; None is what ships.
+        """
+        can = self.box_rows > 0 and tokens > BOX_RESIDENT
+        return can and (tokens * self.world_size >= TWO_SHOT_ROWS if asked is None else asked)
+
+    def shared_bytes(self, tokens: int, two_shot: bool | None = None) -> int:
         """Dynamic shared memory a CTA of the exchange, for so many rows at once."""
         if self.box_rows:
             return self._box_bytes(tokens, self.ring(tokens, two_shot), two_shot)
         return _shared_bytes(self.slice_width, tokens)
 
-    def ring(self, tokens: int, two_shot: bool = False) -> int:
+    def ring(self, tokens: int, two_shot: bool | None = None) -> int:
         """Stripes of weights that are in shared memory at once on sm_90a's path, of those of a slice."""
         room = SHARED_LIMITS[self.arch] - STATIC_SHARED
         fits = [n for n in range(1, self.stripes + 1) if self._box_bytes(tokens, n, two_shot) <= room]
@@ -225,21 +243,38 @@ class Geometry:
         """Stripes of z that are in shared memory at once in two shots."""
         return min(Z_RING, self.stripes)
 
-    def two_shot_bytes(self) -> int:
-        """Of what two shots need behind the squares: a word a CTA, and z of MAX_ROWS rows in two terms."""
-        return _up(8 * self.blocks, 128) + 2 * 2 * MAX_ROWS * self.slices * self.slice_width
+    def two_shot_bytes(self, two_shot: bool | None = None) -> int:
+        """Of what two shots need behind the squares, if any variant sums in them: a word a CTA, and of MAX_ROWS rows
+        squares and z in two terms."""
+        if not any(self.two_shot(tokens, two_shot) for tokens in self.tokens):
+            return 0
+        return _up(8 * self.blocks, 128) + 4 * MAX_ROWS * self.slices * (1 + self.slice_width)
 
-    def _box_bytes(self, tokens: int, ring: int, two_shot: bool) -> int:
-        z_ring, summed = (self.z_ring, -(-tokens // self.groups)) if two_shot else (None, None)
+    def workspace_bytes(self, two_shot: bool | None = None) -> int:
+        """Of partial products, squares, and what two shots need, one behind the other. One a lane."""
+        return self.partial_bytes + self.square_bytes + self.two_shot_bytes(two_shot)
+
+    def _box_bytes(self, tokens: int, ring: int, two_shot: bool | None, z_ring: int | None = None) -> int:
+        twice = self.two_shot(tokens, two_shot)
+        z_ring, summed = (z_ring or self.z_ring, -(-tokens // self.groups)) if twice else (None, None)
         return _box_shared_bytes(self.group_tiles * TILE, self.slice_width, tokens, ring, z_ring, summed)
 
-    def windows(self, rows: int) -> tuple[int, int]:
-        """Boxes of weights in flight before, and after, the kernel in front of a call is over; up to the first rows.
+    def windows(self, rows: int, two_shot: bool | None = None, *, pdl: bool = True) -> tuple[int, int]:
+        """Boxes of weights in flight before, and after, the kernel in front of a call is over; up to the first rows, or
+        in two shots to the sums.
 
         Of no meaning on the general path.
+
+        Args:
+            rows: of the call. two_shot: as `two_shot` takes it.
+            pdl: whether calls start under the one before.
         """
         if 2 * 2 * self.group_tiles * TILE * self.slice_width <= SM_SHARED:  # the weights of two CTAs
             return WINDOW - 1, WINDOW - 1
+        if self.two_shot(self.tokens_for(rows), two_shot):
+            return TWO_SHOT_WINDOWS
+        if not pdl:
+            return PLAIN_WINDOW, PLAIN_WINDOW
         if rows <= WIDER_ROWS:
             return WINDOW + 1, WINDOW + 1
         return TWO_WINDOWS if rows in TWO_WINDOW_ROWS else (WINDOW, WINDOW)

@@ -20,6 +20,7 @@ static_assert(GROUPS * GROUP_ROWS == C && SLICES * SLICE == L && SLICE % 64 == 0
 static_assert(GROUP_ROWS % BOX_ROWS == 0 && BOX_ROWS % 8 == 0 && THREADS >= 128 * M_TILES && AT_A_TIME > 0);
 static_assert(TOKENS == 4 || TOKENS == 8 || TOKENS == 16 || TOKENS == 32 || TOKENS == 64);
 static_assert(RING == STRIPES || (RING > 1 && RING < STRIPES));
+static_assert(Z_RING == STRIPES || (Z_RING > 1 && Z_RING < STRIPES));
 
 // Shared memory: weights [RING, GROUP_ROWS, 128 bytes], z [Z_RING, N, 128 bytes], both swizzled; squares of 64 columns
 // [rows that it sums, STRIPES]; a barrier a box of the ring, and a stripe of it; in two shots two a stripe of z; the number
@@ -28,7 +29,7 @@ static_assert(RING == STRIPES || (RING > 1 && RING < STRIPES));
 enum Progress : u32 { KERNEL_BEFORE_OVER = 1, FIRST_ROWS_IN = 2, SUMS_IN = 3 };
 constexpr u32 OPEN = K3_TWO_SHOT ? SUMS_IN : FIRST_ROWS_IN;  // from then on nothing that is small waits behind weights
 constexpr int Z = RING_BOXES * BOX_BYTES, SQUARES = Z + Z_RING * Z_STRIPE;
-constexpr int LANDED = SQUARES + 4 * (K3_TWO_SHOT ? SHARE : TOKENS) * STRIPES, FREE = LANDED + 8 * RING_BOXES;
+constexpr int LANDED = SQUARES + (4 * (K3_TWO_SHOT ? SHARE : TOKENS) * STRIPES + 7) / 8 * 8, FREE = LANDED + 8 * RING_BOXES;
 constexpr int Z_LANDED = FREE + 8 * RING, Z_FREE = Z_LANDED + (K3_TWO_SHOT ? 8 * Z_RING : 0);
 constexpr int NUMBER = Z_FREE + (K3_TWO_SHOT ? 8 * Z_RING : 0), PROGRESS = NUMBER + 8, USED = PROGRESS + 4;
 static_assert(USED + 4 == K3_SHARED_BYTES);
@@ -79,6 +80,14 @@ DEVICE float square_of(const float (&s)[8]) {
 #pragma unroll
   for (int k = 1; k < 8; k *= 2) square += __shfl_xor_sync(~0u, square, k);
   return square;
+}
+
+// Of the 64 columns of each stripe.
+DEVICE float sum_stripes(const float* squares) {
+  float sum = squares[0];
+#pragma unroll
+  for (int i = 1; i < STRIPES; i++) sum += squares[i];
+  return sum;
 }
 
 #if K3_TWO_SHOT
@@ -160,18 +169,19 @@ DEVICE void reduce_latent(const Arguments& a, u64 call, int region, int slice, c
   fence_operands();
 }
 
-// The mean square's share of this slice.
+#endif
+
+// The mean square's share of this slice, for who finishes this group's columns.
 DEVICE void sum_squares(const Arguments& a, int group, int slice, const char* memory) {
-  const float* squares = (const float*)(memory + SQUARES);
   const int token = THREADS - 1 - threadIdx.x;  // the last warps have the fewest columns to publish
   if (token >= TOKENS || token >= a.rows) return;
-  float sum = squares[token * STRIPES];
-#pragma unroll
-  for (int i = 1; i < STRIPES; i++) sum += squares[token * STRIPES + i];
+#if K3_TWO_SHOT
+  const float sum = __uint_as_float(load_l2(row_squares_of(a, slice) + token, u32()));
+#else
+  const float sum = sum_stripes((const float*)(memory + SQUARES) + token * STRIPES);
+#endif
   a.squares[(group * MAX_ROWS + token) * SLICES + slice] = sum;
 }
-
-#endif
 
 // Partial products [m, C] of this CTA's columns and slice. The order over k is one for all TOKENS. `beside` is done by all
 // threads while the tensor cores are at it.
@@ -263,9 +273,7 @@ DEVICE u64 exchange(const Arguments& a) {
 #endif
   project(a, group, slice, memory, [&] {
     if (!SHARED_AT_ONCE) publish<false, true>(a, region);
-#if !K3_TWO_SHOT
     sum_squares(a, group, slice, memory);
-#endif
     clear(a, *(const u32*)(memory + USED), region);
   });
   return call;

@@ -6,14 +6,17 @@
 // and z needs room for Z_RING stripes only, so that more of the weights fit.
 //
 // Behind the squares in this rank's own memory: u64 [SLICES, GROUPS], one more than the number of the last call in which
-// that group's rows are there, zeros at the start; then z [SLICES, STRIPES, N, 128 bytes], swizzled, which ends elsewhere
-// for every variant. Call n writes z once all calls before are done whole.
+// that group's rows are there, zeros at the start; the rows' squares, fp32 [SLICES, MAX_ROWS]; then z [SLICES, STRIPES, N,
+// 128 bytes], swizzled, which ends elsewhere for every variant. Call n writes both once all calls before are done whole.
 
 DEVICE u64* summed_of(const Arguments& a, int slice) {
   return (u64*)(a.squares + GROUPS * MAX_ROWS * SLICES) + slice * GROUPS;
 }
+DEVICE float* row_squares_of(const Arguments& a, int slice) {
+  return (float*)((char*)summed_of(a, 0) + (8 * CELLS + 127) / 128 * 128) + slice * MAX_ROWS;
+}
 DEVICE char* terms_of(const Arguments& a, int slice) {
-  return (char*)summed_of(a, 0) + (8 * CELLS + 127) / 128 * 128 + (u64)slice * STRIPES * Z_STRIPE;
+  return (char*)row_squares_of(a, SLICES) + (u64)slice * STRIPES * Z_STRIPE;
 }
 
 DEVICE void sum_share(const Arguments& a, u64 call, int region, int group, int slice, char* memory) {
@@ -31,13 +34,19 @@ DEVICE void sum_share(const Arguments& a, u64 call, int region, int group, int s
     if (some(i)) add_ranks<0, uint4>(s[i], latent_slots(a, region, token_of(i), column), w, PHASE_LATENT, token_of(i));
   }
   if (threadIdx.x == 0) set_shared((u32*)(memory + PROGRESS), FIRST_ROWS_IN);
-  sync_block();  // the calls before are done: nobody reads their z any more
 #pragma unroll
   for (int i = 0; i < TURNS; i++) {
     const float square = square_of(s[i]);
+    const int fragment = fragment_of(i);
+    if (some(i) && (fragment & 7) == 0) squares[token_of(i) / GROUPS * STRIPES + (fragment >> 3)] = square;
+  }
+  sync_block();  // the calls before are done: nobody reads their z any more
+  if (const int token = threadIdx.x * GROUPS + group; threadIdx.x < SHARE && token < a.rows)
+    row_squares_of(a, slice)[token] = sum_stripes(squares + threadIdx.x * STRIPES);
+#pragma unroll
+  for (int i = 0; i < TURNS; i++) {
     if (!some(i)) continue;
     const int fragment = fragment_of(i), stripe = fragment >> 3;
-    if ((fragment & 7) == 0) squares[token_of(i) / GROUPS * STRIPES + stripe] = square;
     if (a.norm) {
 #pragma unroll
       for (int k = 0; k < 8; k++) s[i][k] = __fmul_rn(s[i][k], gain[i][k]);
@@ -50,16 +59,6 @@ DEVICE void sum_share(const Arguments& a, u64 call, int region, int group, int s
     *(uint4*)(z + (under >> 3) * 1024 + swizzled(under & 7, fragment & 7)) = low;
   }
   fence_loads();
-  sync_block();
-  // The mean square's share of this slice, for all groups.
-  for (int i = threadIdx.x; i < SHARE * GROUPS; i += THREADS) {
-    const int mine = i / GROUPS, token = mine * GROUPS + group;
-    if (token >= a.rows) continue;
-    float sum = squares[mine * STRIPES];
-#pragma unroll
-    for (int k = 1; k < STRIPES; k++) sum += squares[mine * STRIPES + k];
-    a.squares[(i % GROUPS * MAX_ROWS + token) * SLICES + slice] = sum;
-  }
   sync_block();
   if (threadIdx.x == 0) store_release(summed_of(a, slice) + group, call + 1);
 }

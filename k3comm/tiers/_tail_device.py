@@ -117,8 +117,8 @@ class DeviceTail:
 
     def memory(self) -> dict[str, int]:
         """See `TailTier.memory`."""
-        workspace = self.geometry.partial_bytes + self.geometry.square_bytes
-        return {"mailboxes": self._layout.nbytes, "workspace": self._layout.lanes * workspace}
+        workspace = self._layout.lanes * self.geometry.workspace_bytes()
+        return {"mailboxes": self._layout.nbytes, "workspace": workspace}
 
     def _launch(self, call: TailCall) -> Tensor:
         weights, deferred = call.weights, call.deferred

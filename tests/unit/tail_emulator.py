@@ -83,9 +83,10 @@ def build(
     tokens: int,
     expert_weights: torch.dtype | None = None,
     ring: int = 0,
-    two_shot: bool = False,
+    two_shot: bool | None = None,
 ) -> Any:
-    """The kernels for one geometry as a library; with `ring` stripes of weights in shared memory, where not all."""
+    """The kernels for one geometry as a library; with `ring` stripes of weights in shared memory, where not all, and in
+    two shots one more of z."""
     folder.mkdir(parents=True, exist_ok=True)
     unused = set(SHARED)
     for name, copy in SOURCES.items():
@@ -103,8 +104,10 @@ def build(
     variant = kernel_variant(geometry, Entry.tail_exchange, tokens=tokens, **kind)
     defines = dict(variant.defines) | {"K3_THREADS": str(threads(geometry))}
     if ring:
-        shared = geometry._box_bytes(tokens, ring, two_shot)
+        z_ring = min(ring + 1, geometry.stripes)
+        shared = geometry._box_bytes(tokens, ring, two_shot, z_ring)
         defines |= {"K3_RING": str(ring), "K3_SHARED_BYTES": str(shared)}
+        defines |= {"K3_Z_RING": str(z_ring)} if geometry.two_shot(tokens, two_shot) else {}
     flags = [f"-D{name}={value}" for name, value in defines.items() if name not in ("K3_ENTRY", "K3_WHOLE")]
     command = ["g++", "-O1", "-std=c++17", "-ffp-contract=off", "-w", "-shared", "-fPIC", *flags]
     subprocess.run([*command, "emulator.cpp", "-o", "emulator.so"], cwd=folder, check=True)
@@ -129,9 +132,10 @@ class Recorded(TailKernels):
         lanes: Sequence[LaneAddresses],
         deadline: float,
         tokens: int,
-        two_shot: bool = False,
+        two_shot: bool | None = None,
     ) -> None:
-        self.geometry, self.rank, self._maps, self._windows = geometry, rank, {}, (2, 3)
+        self.geometry, self.rank, self._maps, self._windows, self._two_shot = geometry, rank, {}, (2, 3), two_shot
+        self._pdl = True
         self.record = torch.zeros(RECORD_WORDS, dtype=torch.int32)
         self.steps: list[Step] = []
 
@@ -144,7 +148,7 @@ class Recorded(TailKernels):
             (form, fewer, kind): launch(
                 Entry.tail_whole if form is Form.WHOLE else Entry.tail_exchange,
                 geometry.blocks + (form is Form.WHOLE),
-                threads(geometry) + geometry.block(two_shot) - geometry.threads,
+                threads(geometry) + geometry.block(tokens, two_shot) - geometry.threads,
                 geometry.shared_bytes(tokens, two_shot),  # one library serves calls of fewer rows too
             )
             for form in Form
@@ -154,7 +158,7 @@ class Recorded(TailKernels):
         rows = range(1, MAX_ROWS + 1)
         self._finish = {m: launch(Entry.tail_finish, geometry.finish_blocks(m, 1), FINISH_THREADS) for m in rows}
         self._next_norm = {m: launch(Entry.tail_next_norm, m, THREADS) for m in rows}
-        size = geometry.partial_bytes + geometry.square_bytes + two_shot * geometry.two_shot_bytes()
+        size = geometry.workspace_bytes(two_shot)
         self._workspaces = [torch.full((size,), 0xFF, dtype=torch.uint8) for _ in lanes]  # NaN
         self.fill()
         self._arguments = [
@@ -181,7 +185,13 @@ class Ranks:
     """W ranks in this process, with their mailboxes."""
 
     def __init__(
-        self, library: Any, geometry: Geometry, tokens: int, *, deadline: float = 1.0, two_shot: bool = False
+        self,
+        library: Any,
+        geometry: Geometry,
+        tokens: int,
+        *,
+        deadline: float = 1.0,
+        two_shot: bool | None = None,
     ) -> None:
         self.library, self.geometry = library, geometry
         self.layout = layout = MailboxLayout(

@@ -16,9 +16,9 @@ ranks: Any = importlib.import_module("tail_ranks")
 
 
 def test_choices() -> None:
-    given = ranks.parser().parse_args(["--windows", "3x3,2x4", "--rows", "1,64", "--whole", "--two-shots"])
+    given = ranks.parser().parse_args(["--windows", "3x3,2x4", "--rows", "1,64", "--whole", "--shots"])
     assert (given.windows, given.rows, given.whole, given.isolated) == ([(3, 3), (2, 4)], [1, 64], True, False)
-    assert given.two_shots
+    assert given.shots
     plain = ranks.parser().parse_args([])
     assert (plain.windows, plain.rows) == ([], [1, 2, 4, 8, 16, 32, 64])
 
