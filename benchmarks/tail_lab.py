@@ -827,11 +827,11 @@ def sanitize() -> None:
 
 
 def few() -> None:
-    """One rank in loopback, 1 to 4 rows, on both paths, both forms, every kind of finalize."""
+    """One rank in loopback, 1 to 4 and 40 rows, on both paths, both forms, every kind of finalize."""
     for general in (False, True):
         one = loopback(K3, 2, cut=geometry(K3, 2, sms(), general), deferred=(BF16, torch.float32))
-        layer = Data(2, 4, K3, 1)
-        for m in (1, 4, 3):
+        layer = Data(2, 40, K3, 1)
+        for m in (1, 4, 40, 3):
             given = layer.arguments(0, slice(m))
             outs = [one.tail(**given, form=form, out=poisoned(m, K3[0])) for form in Form]
             index = torch.arange(m * 2, dtype=torch.int32, device="cuda").view(m, 2)
