@@ -4,7 +4,7 @@
     PYTHONPATH=. python benchmarks/tail_lab.py numerics bench       # some of it
 
     numerics   loopback, one rank that stands for W: against float64, any m, every option, batch invariance, the forms
-               against each other, deferred finalize
+               against each other, many rows in one shot against two, deferred finalize
     ranks      W ranks as W streams of this process, a share of the SMs each: random skew, graphs against eager calls,
                two graphs of different m, lanes, counters near a wrap, special values, order-sensitive sums
     processes  W processes over torch symmetric memory on this GPU (time-sliced, so few calls)
@@ -326,8 +326,12 @@ def precompile(sections: Sequence[str]) -> None:
 ODD = [((2904, 1000), 3), ((5 * 8 * 27, 72), 5), ((1904, 4104), 7)]
 """Shapes whose fragments a slice, columns a rank and tiles a group come out odd."""
 
+IDLE = [((4096, 2048), 4), ((6144, 3072), 2)]
+"""Shapes for sm_90a's path of which some warps don't multiply: groups of 64 rows, and of 192."""
+
 NUMERICS = [
     *((K3, world, False) for world in (2, 4, 8, 16)),
+    *((shape, world, False) for shape, world in IDLE),
     *((K3, world, True) for world in (2, 8)),
     *((shape, world, False) for shape, world in ODD),
 ]
@@ -379,7 +383,7 @@ def numerics() -> None:
                     for form in Form:
                         out = two.tail(**data.arguments(two.rank, slice(m)), form=form, out=poisoned(m, shape[0]))
                         shots = "two shots" if asked else "one shot"
-                        check(same(out, right[:m]), f"{what}: {shots} change row bits with m = {m}, {form.value}")
+                        check(same(out, right[:m]), f"{what}, {shots}: row bits change with m = {m}, {form.value}")
         own = own_columns(what, expected, one)
         meter.add(own, *layer.truth(one.rank))
         for seed in range(2, 2 + max(1, 400_000 // (64 * one.columns))):

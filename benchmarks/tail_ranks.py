@@ -8,8 +8,9 @@ layers in turn; 11 replays, the median of the slowest rank. Every choice takes i
 printed are the better one and, behind a plus, by how much the other one was worse.
 
 `--windows`: boxes of weights in flight before and after the kernel in front of a call is over, as `Geometry.windows`
-says by itself. `--shots`: many rows in one shot and in two (tail_two_shot.cuh) too. `--whole`: one kernel a call.
-`--isolated`: before each call a kernel writes twice the L2 cache, whose own time is taken off.
+says by itself. `--shots`: rows in one shot, and from 17 on in two (tail_two_shot.cuh), whatever ships; kernels of fewer
+rows are the same. `--whole`: one kernel a call. `--plain`: no programmatic launch. `--isolated`: before each call a
+kernel writes twice the L2 cache, whose own time is taken off.
 """
 
 from __future__ import annotations
@@ -30,18 +31,23 @@ from k3comm.kernels.tail_fusion import Form
 from k3comm.kernels.tail_geometry import MAX_ROWS
 
 TURNS = 2
+MAX_WINDOW = 256
+"""Boxes; more than any CTA has."""
+
 ISOLATED_CALLS = 48
 """Of a chain whose calls stand alone."""
 
 
 def windows_of(text: str) -> tuple[int, int]:
-    """Raises ArgumentTypeError for anything but two numbers from 1."""
+    """Raises ArgumentTypeError for anything but two numbers up to MAX_WINDOW."""
     try:
         first, second = map(int, text.split("x"))
     except ValueError:
         first = second = 0
-    if min(first, second) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} given; accepted are two numbers from 1 with an x between, as 3x3")
+    if min(first, second) < 1 or max(first, second) > MAX_WINDOW:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} given; accepted are two numbers from 1 to {MAX_WINDOW} with an x between, as 3x3"
+        )
     return first, second
 
 
@@ -57,12 +63,21 @@ def rows_of(text: str) -> list[int]:
 
 
 def parser() -> argparse.ArgumentParser:
-    made = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n", maxsplit=1)[0])
-    made.add_argument("--windows", type=lambda text: [windows_of(part) for part in text.split(",")], default=[])
-    made.add_argument("--rows", type=rows_of, default=list(lab.BENCH_ROWS))
-    made.add_argument("--shots", action="store_true")
-    made.add_argument("--whole", action="store_true")
-    made.add_argument("--isolated", action="store_true")
+    made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    made.add_argument(
+        "--windows",
+        metavar="AxB,...",
+        type=lambda text: [windows_of(part) for part in text.split(",")],
+        default=[],
+        help=f"each of these windows too: two numbers from 1 to {MAX_WINDOW} with an x between",
+    )
+    made.add_argument(
+        "--rows", metavar="M,...", type=rows_of, default=list(lab.BENCH_ROWS), help="(default: %(default)s)"
+    )
+    made.add_argument("--shots", action="store_true", help="all rows in one shot too, and all from 17 on in two")
+    made.add_argument("--whole", action="store_true", help="one kernel a call (default: two)")
+    made.add_argument("--plain", action="store_true", help="no call starts before the one in front of it has ended")
+    made.add_argument("--isolated", action="store_true", help="behind a kernel that writes twice the L2 cache")
     return made
 
 
@@ -98,7 +113,9 @@ def measure(options: argparse.Namespace, rank: int, world: int) -> dict[str, lis
     for turn in range(TURNS):
         for name, more in choices[:: -1 if turn % 2 else 1]:
             one = lab.Rank(rank, world, lab.K3, block=block)
-            one.connect(cut, [int(p) for p in handle.buffer_ptrs], lab.sms(), forms=(form,), **more)
+            pointers = [int(p) for p in handle.buffer_ptrs]
+            settings = lab.PLAIN if options.plain else None
+            one.connect(cut, pointers, lab.sms(), forms=(form,), settings=settings, **more)
             torch.cuda.synchronize()
             row = []
             for m in options.rows:
@@ -115,7 +132,9 @@ def main() -> None:
     for name, value in lab.ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     if "RANK" not in os.environ:
-        raise SystemExit("started without torchrun: see the top of the file")
+        raise SystemExit(
+            "started without torchrun: PYTHONPATH=. torchrun --standalone --nproc-per-node 2 benchmarks/tail_ranks.py"
+        )
     lab.need_gpu()
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     if world < 2 or world > torch.cuda.device_count():
@@ -129,7 +148,7 @@ def main() -> None:
             cells = [f"{min(us):.2f} +{max(us) - min(us):.2f}" for us in zip(*turns, strict=True)]
             print(f"{name:<20}" + "".join(f"{cell:>14}" for cell in cells))
             lab.results[name] = turns
-        kinds = [kind for kind in ("whole", "isolated") if getattr(options, kind)]
+        kinds = [kind for kind in ("whole", "plain", "isolated") if getattr(options, kind)]
         lab.write_json("-".join(["tail_ranks", *kinds]), {"world": world, "rows": options.rows, "results": lab.results})
     sys.stdout.flush()
     torch.cuda.synchronize()

@@ -33,7 +33,8 @@ DEVICE void barrier_expect(u32 bar, u32 bytes) {
 DEVICE void barrier_arrive(u32 bar) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" :: "r"(bar) : "memory");
 }
-// Nothing but this very block and its TMA can be late, so nobody counts the looks.
+// Nothing but this very block and its TMA can be late, or what a warp of it waits for with a deadline of its own, so nobody
+// counts the looks.
 DEVICE bool barrier_passed(u32 bar, u32 parity) {
   u32 yes;
   asm volatile("{.reg .pred p; mbarrier.test_wait.parity.shared::cta.b64 p, [%1], %2; selp.u32 %0, 1, 0, p;}"

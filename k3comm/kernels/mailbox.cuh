@@ -40,6 +40,8 @@ DEVICE u32 publishable(u32 w) { return w == EMPTY ? REPLACEMENT : w; }
 DEVICE uint4 publishable(uint4 v) {
   return make_uint4(publishable(v.x), publishable(v.y), publishable(v.z), publishable(v.w));
 }
+// The same for the bits of a float, which are a NaN then.
+DEVICE u32 publishable(float v) { return v != v ? 0x7FFFFFFFu : __float_as_uint(v); }
 DEVICE uint2 publishable(uint2 v) { return make_uint2(publishable(v.x), publishable(v.y)); }
 DEVICE uint4 empty(uint4) { return make_uint4(EMPTY, EMPTY, EMPTY, EMPTY); }
 DEVICE uint2 empty(uint2) { return make_uint2(EMPTY, EMPTY); }

@@ -5,25 +5,28 @@
 // one group of this rank's output columns (rows of W_up). It
 //   1 publishes its share of the latent and of the shared partial sums, of many rows the latter beside stage 4,
 //   2 clears its share of what the call before used,
-//   3 sums, over the ranks in rank order, its own slice of the latent mailbox: nobody hands it anything,
+//   3 sums, over the ranks in rank order, its own slice of the latent mailbox: nobody hands it anything (but
+//     for many rows: in two shots, tail_two_shot.cuh, the groups of a slice hand each other their share of the sums),
 //   4 multiplies s * g, as two BF16 terms, with its block of W_up. The norm's factor r is a number a row and comes later.
-// The slices' products and squares meet in `finish`, which
+// The slices' products and squares meet in `finish`, behind the end of a kernel or, in one kernel, behind a count or as
+// words that are their own flags. It
 //   5 sums them over slices in order, then r, scale, bias, shared, residual; one rounding,
 //   6 publishes the finished columns,
 //   7 copies out what all ranks have published, and empties it.
 // On the device clears come behind or beside the sums. tail_exchange + tail_finish are two kernels; tail_whole is both in
-// one, row groups waiting for their own slices only. One CTA more, of tail_finish or of tail_whole, exchanges credits
+// one, groups waiting for their own slices only. One CTA more, of tail_finish or of tail_whole, exchanges credits
 // (mailbox.cuh).
 //
 // Stage 4 has two paths; the geometry says which. The general one (tail_general.cuh) runs everywhere: weights into
 // registers, mma.sync. K3_BOX_ROWS > 0 is the one for sm_90a (tail_hopper.cuh): one more warp streams the CTA's block of
 // W_up into shared memory from the kernel's start on, at first a few boxes at a time (a burst of the whole shard fills the
-// memory system's queues and every small access waits behind it: 3 us), all of it once this CTA has its first rows; wgmma
-// multiplies from there.
+// memory system's queues and every small access waits behind it: 3 us), all of it once this CTA has its first rows, or in
+// two shots all groups' sums; wgmma multiplies from there.
 //
 // A row's bits depend on nothing but the row and the geometry: no order of additions knows m.
 // A CTA waits for credits of the call before, and then publishes its latent before it waits for anything of this call, and
-// its shared rows before it waits for anything but latent; the whole grid is resident; so no rank waits in a ring.
+// its shared rows before it waits for anything but latent, or for CTAs of its own rank that wait for nothing but latent; the
+// whole grid is resident; so no rank waits in a ring.
 #include "mailbox.cuh"
 #if K3_BOX_ROWS
 #include "hopper.cuh"
@@ -38,6 +41,7 @@ constexpr int TILES = (C + 15) / 16;
 constexpr int TOKENS = K3_TOKENS;                                   // rows that this variant holds at once
 constexpr int MAX_ROWS = K3_MAX_ROWS;
 constexpr int FRAGMENTS = SLICE / 8;                                // of a row in a slice
+constexpr bool FLAGGED = K3_WHOLE && TOKENS <= K3_CELL_ROWS;        // products and squares are their own flags
 constexpr int AT_ONCE = 8;                                          // ranks whose fragments are in flight at once
 
 static_assert(H % (8 * W) == 0 && L % 8 == 0 && W >= 2 && W <= 16);
@@ -83,7 +87,7 @@ struct Arguments {
   Counters* counters;
   Record* record;
   float* partials;    // [GROUPS' columns: MAX_ROWS, SLICES, C]
-  float* squares;     // [GROUPS, MAX_ROWS, SLICES]; behind them what two shots need (tail_two_shot.cuh)
+  float* squares;     // [GROUPS, MAX_ROWS, SLICES]; behind them what two shots need (tail_two_shot.cuh), and the cells
   u64 region_bytes;   // from a region to the next
   u64 gather_bytes;   // from the gather mailbox of even calls to that of odd ones
   u64 deadline_ns;
@@ -105,7 +109,7 @@ struct Arguments {
   float scale, eps;
   u32 link_cycles;             // benchmarks: by how much a publication is held back, to stand for a link
   u32 window;                  // boxes of weights in flight while the kernel before is not over,
-  u32 poll_window;             // and from then on, until the first rows are in
+  u32 poll_window;             // and from then on, until the first rows are in, in two shots all sums
 };
 static_assert(sizeof(Arguments) == K3_ARGUMENT_BYTES && sizeof(Arguments) % 64 == 0);  // a tensor map's alignment
 
@@ -142,7 +146,7 @@ constexpr int SLOTS = K3_BOX_ROWS || K3_WHOLE ? 4 : 8;  // rows in flight a thre
 // Eight columns of one row of the deferred finalize, A5: fma over ascending slots, one rounding. A slot of -1 reads
 // nothing. All lanes of a warp call this for the same token; `some` says whether this lane has columns.
 #if K3_BOX_ROWS || K3_WHOLE
-static __device__ __noinline__  // or it spills: a block of 17 warps has 96 registers a thread, one kernel needs 128
+static __device__ __noinline__  // or it spills: a block of 17 or 18 warps has 96 registers a thread, one kernel needs 128
 #else
 DEVICE
 #endif
@@ -345,6 +349,34 @@ DEVICE void split(const float (&x)[8], uint4& high, uint4& low) {
   low = pack(rest);
 }
 
+// ---- partial products and squares ----------------------------------------------------------------------------------
+
+// In one kernel of few rows they are data that is its own flag, as in a mailbox: a count of the slices would cost three
+// round trips more. Each word has one reader, who empties it: squares are there once for each unit of four columns. What
+// call n empties is written again behind the wait of call n + 1 for all calls before it.
+DEVICE u32* product_cells(const Arguments& a, int token, int column) {
+  return (u32*)((char*)a.squares + K3_CELLS_AT) + (u64)token * SLICES * C + column;  // slices are C apart
+}
+DEVICE u32* square_cells(const Arguments& a, int token, int column) {
+  return product_cells(a, K3_CELL_ROWS, 0) + ((u64)token * SLICES * C + column) / 4;  // slices are C / 4 apart
+}
+
+DEVICE void put_product(const Arguments& a, int slice, int token, int column, float v) {
+  if (FLAGGED) store_gpu(product_cells(a, token, column) + slice * C, publishable(v));
+  else a.partials[((u64)token * SLICES + slice) * C + column] = v;
+}
+
+// The sum of a row's squares, by one thread or, where they are flags, by all of a warp.
+DEVICE void put_square(const Arguments& a, int group, int slice, int token, float v) {
+  constexpr int WIDE = GROUP_TILES * 16;
+  if (FLAGGED) {
+    u32* to = square_cells(a, token, group * WIDE) + slice * (C / 4);
+    for (int i = threadIdx.x & 31; i < min(WIDE, C - group * WIDE) / 4; i += 32) store_gpu(to + i, publishable(v));
+  } else {
+    a.squares[(group * MAX_ROWS + token) * SLICES + slice] = v;
+  }
+}
+
 // Stages 3 and 4, and `exchange`, which is stages 1 to 4.
 #if K3_BOX_ROWS
 #include "tail_hopper.cuh"
@@ -376,18 +408,131 @@ DEVICE float4 load_partial(const float* p) {
   return make_float4(__uint_as_float(v.x), __uint_as_float(v.y), __uint_as_float(v.z), __uint_as_float(v.w));
 }
 
-// Four columns: the slices in order, r, scale, bias, shared, residual; one rounding; to every rank. What the first eight
-// slices and ranks have is asked for before anything is waited for.
+// What four columns need beside the slices' products.
+struct Rest {
+  uint2 shared[W < AT_ONCE ? W : AT_ONCE];
+  float residual[4] = {}, bias[4] = {};
+};
+
+DEVICE Slots shared_slots(const Arguments& a, int region, int token, int column) {
+  return {a.own_shared + region * a.region_bytes + 2 * ((u64)token * W * C + column), 2 * C,
+          a.shared_rows + 2 * (token * a.shared_stride + a.rank * C + column), a.rank};
+}
+
+DEVICE void ask_rest(Rest& rest, const Arguments& a, int region, int token, int column) {
+  ask<0>(rest.shared, shared_slots(a, region, token, column));
+  if (a.residual)
+    unpack(rest.residual, load_l2(a.residual + 2 * (token * a.residual_stride + a.rank * C + column), uint2()));
+  if (a.bias) {
+    if (a.flags & BIAS_FP32) {
+      const float4 b = load_partial((const float*)a.bias + column);
+      rest.bias[0] = b.x; rest.bias[1] = b.y; rest.bias[2] = b.z; rest.bias[3] = b.w;
+    } else {
+      unpack(rest.bias, load_l2(a.bias + 2 * column, uint2()));
+    }
+  }
+}
+
+// Four columns of which the products and squares are summed: r, scale, bias, shared, residual; one rounding; to every
+// rank.
+DEVICE void close_unit(const Arguments& a, u64 call, int region, int token, int column, Rest& rest, float (&y)[4],
+                       float sum) {
+  constexpr int COUNT = W < AT_ONCE ? W : AT_ONCE;
+  const Slots from = shared_slots(a, region, token, column);
+  const Waiting w = waiting(a, call);
+  float total[4];
+  receive<0>(rest.shared, from, w, PHASE_SHARED, token);
+  add<0>(total, rest.shared);
+  add_ranks<COUNT, uint2>(total, from, w, PHASE_SHARED, token);
+  const float r = a.norm ? __frsqrt_rn(sum / (float)L + a.eps) : 1.0f;
+#pragma unroll
+  for (int k = 0; k < 4; k++) {
+    // Each step by itself: an fma here would make the result depend on which terms there are.
+    float x = y[k];
+    if (a.norm) x = __fmul_rn(x, r);
+    x = __fmul_rn(x, a.scale);
+    if (a.bias) x = __fadd_rn(x, rest.bias[k]);
+    x = __fadd_rn(x, total[k]);
+    if (a.residual) x = __fadd_rn(x, rest.residual[k]);
+    y[k] = x;
+  }
+  const uint2 out = publishable(make_uint2(pack(y[0], y[1]), pack(y[2], y[3])));
+  const u64 place = 2 * ((u64)token * H + column);
+  put_to_all<MAIL_OWN_OUT>(a, a.gather, a.gather_all, (call & 1) * a.gather_bytes + place, out);
+  if (!MAIL_OWN_OUT) *(uint2*)(a.out + place + 2 * a.rank * C) = out;
+}
+
+// The cells of some slices, from `first` on.
+struct Cells {
+  static constexpr int MOST = W < 8 ? 8 : 4, COUNT = SLICES < MOST ? SLICES : MOST;
+  uint4 product[COUNT];
+  u32 square[COUNT];
+  DEVICE void ask(const u32* products, const u32* squares, int first) {
+#pragma unroll
+    for (int s = 0; s < COUNT; s++) {
+      product[s] = make_uint4(0, 0, 0, 0);
+      square[s] = 0;
+      if (SLICES % COUNT && first + s >= SLICES) continue;
+      product[s] = load_gpu(products + (first + s) * C, uint4());
+      square[s] = load_gpu(squares + (first + s) * (C / 4));
+    }
+  }
+  DEVICE bool missing() const {
+    bool some = false;
+#pragma unroll
+    for (int s = 0; s < COUNT; s++) some |= any_empty(product[s]) || square[s] == EMPTY;
+    return some;
+  }
+  DEVICE void add(float (&y)[4], float& sum, int first) const {
+#pragma unroll
+    for (int s = 0; s < COUNT; s++) {
+      if (SLICES % COUNT && first + s >= SLICES) continue;
+      y[0] += __uint_as_float(product[s].x); y[1] += __uint_as_float(product[s].y);
+      y[2] += __uint_as_float(product[s].z); y[3] += __uint_as_float(product[s].w);
+      sum += __uint_as_float(square[s]);
+    }
+  }
+};
+
+// A unit from its cells, which are empty then.
+DEVICE void finish_flagged(const Arguments& a, u64 call, int region, int token, int column) {
+  u32 *products = product_cells(a, token, column), *squares = square_cells(a, token, column);
+  Waiting w = waiting(a, call);
+  w.deadline_ns *= 2;  // the CTAs that it waits for wait for data, with one
+  Rest rest;
+  Cells cells;
+  float y[4] = {-0.0f, -0.0f, -0.0f, -0.0f}, sum = -0.0f;  // to which anything can be added: it stays what it is
+  constexpr bool TOGETHER = W < 8;  // or there are too few registers for two CTAs an SM
+  cells.ask(products, squares, 0);
+  if (TOGETHER) ask_rest(rest, a, region, token, column);
+#pragma unroll 1
+  for (int first = 0; first < SLICES; first += Cells::COUNT) {
+    if (first) cells.ask(products, squares, first);
+    Patience patience;
+    while (cells.missing()) {
+      patience.lose(w, PHASE_PARTIALS, token, w.rank);
+      cells.ask(products, squares, first);
+    }
+    cells.add(y, sum, first);
+  }
+  if (!TOGETHER) ask_rest(rest, a, region, token, column);
+  close_unit(a, call, region, token, column, rest, y, sum);
+#pragma unroll 2
+  for (int s = 0; s < SLICES; s++) {
+    store_gpu(products + s * C, empty(uint4()));
+    store_gpu(squares + s * (C / 4), EMPTY);
+  }
+}
+
+// A unit from partial products and squares that are there, the slices in order. What the first eight slices and ranks have
+// is asked for before anything is waited for.
 DEVICE void finish_unit(const Arguments& a, u64 call, int region, int token, int column) {
-  constexpr int EARLY = SLICES < 8 ? SLICES : 8, COUNT = W < AT_ONCE ? W : AT_ONCE;
+  constexpr int EARLY = SLICES < 8 ? SLICES : 8;
   const float* partials = a.partials + (u64)token * SLICES * C + column;
   const float* squares = a.squares + (column / (16 * GROUP_TILES) * MAX_ROWS + token) * SLICES;
-  const Slots from{a.own_shared + region * a.region_bytes + 2 * ((u64)token * W * C + column), 2 * C,
-                   a.shared_rows + 2 * (token * a.shared_stride + a.rank * C + column), a.rank};
-  const Waiting w = waiting(a, call);
   float4 v[EARLY];
   float square[EARLY];
-  uint2 shared[COUNT];
+  Rest rest;
 #pragma unroll
   for (int s = 0; s < EARLY; s++) v[s] = load_partial(partials + (u64)s * C);
   if constexpr (SLICES % 4 == 0) {
@@ -400,18 +545,7 @@ DEVICE void finish_unit(const Arguments& a, u64 call, int region, int token, int
 #pragma unroll
     for (int s = 0; s < EARLY; s++) square[s] = __uint_as_float(load_l2(squares + s, u32()));
   }
-  ask<0>(shared, from);
-  float residual[4] = {}, bias[4] = {}, total[4];
-  if (a.residual)
-    unpack(residual, load_l2(a.residual + 2 * (token * a.residual_stride + a.rank * C + column), uint2()));
-  if (a.bias) {
-    if (a.flags & BIAS_FP32) {
-      const float4 b = load_partial((const float*)a.bias + column);
-      bias[0] = b.x; bias[1] = b.y; bias[2] = b.z; bias[3] = b.w;
-    } else {
-      unpack(bias, load_l2(a.bias + 2 * column, uint2()));
-    }
-  }
+  ask_rest(rest, a, region, token, column);
   float y[4] = {v[0].x, v[0].y, v[0].z, v[0].w};
   float sum = square[0];
 #pragma unroll
@@ -425,25 +559,7 @@ DEVICE void finish_unit(const Arguments& a, u64 call, int region, int token, int
     sum += __uint_as_float(load_l2(squares + s, u32()));
     y[0] += more.x; y[1] += more.y; y[2] += more.z; y[3] += more.w;
   }
-  receive<0>(shared, from, w, PHASE_SHARED, token);
-  add<0>(total, shared);
-  add_ranks<COUNT, uint2>(total, from, w, PHASE_SHARED, token);
-  const float r = a.norm ? __frsqrt_rn(sum / (float)L + a.eps) : 1.0f;
-#pragma unroll
-  for (int k = 0; k < 4; k++) {
-    // Each step by itself: an fma here would make the result depend on which terms there are.
-    float x = y[k];
-    if (a.norm) x = __fmul_rn(x, r);
-    x = __fmul_rn(x, a.scale);
-    if (a.bias) x = __fadd_rn(x, bias[k]);
-    x = __fadd_rn(x, total[k]);
-    if (a.residual) x = __fadd_rn(x, residual[k]);
-    y[k] = x;
-  }
-  const uint2 out = publishable(make_uint2(pack(y[0], y[1]), pack(y[2], y[3])));
-  const u64 place = 2 * ((u64)token * H + column);
-  put_to_all<MAIL_OWN_OUT>(a, a.gather, a.gather_all, (call & 1) * a.gather_bytes + place, out);
-  if (!MAIL_OWN_OUT) *(uint2*)(a.out + place + 2 * a.rank * C) = out;
+  close_unit(a, call, region, token, column, rest, y, sum);
 }
 
 // The same four columns of the other ranks, from the one numbered FIRST on: poll, copy out, empty. The one reader empties
@@ -467,8 +583,10 @@ DEVICE void gather_ranks(const Arguments& a, const Waiting& w, int token, int co
 // Everything is published before anything is gathered.
 DEVICE void finish(const Arguments& a, u64 call, const Units& units) {
   const int region = (int)(call % 3);
-  for (int i = units.from; i < units.count; i += units.step)
-    finish_unit(a, call, region, units.token(i), units.column(i));
+  for (int i = units.from; i < units.count; i += units.step) {
+    if (FLAGGED) finish_flagged(a, call, region, units.token(i), units.column(i));
+    else finish_unit(a, call, region, units.token(i), units.column(i));
+  }
   const Waiting w = waiting(a, call);
   for (int i = units.from; i < units.count; i += units.step)
     gather_ranks<0>(a, w, units.token(i), units.column(i));
@@ -555,18 +673,20 @@ extern "C" __global__ void __launch_bounds__(BLOCK, AN_SM) tail_whole(const __gr
   }
   expect_finished(a, units_of_group(a));
   const u64 call = exchange(a);
-  sync_block();
-  if (threadIdx.x == 0) {
-    // Two rounds on and on, so that nobody has to reset it: it can't be more than one round further.
-    u32* arrived = &a.counters->arrived[blockIdx.x / SLICES];
-    const u32 before = step_around(arrived, 2 * SLICES), round = before / SLICES;
-    Waiting w = waiting(a, call);
-    w.deadline_ns *= 2;  // the CTAs that it waits for wait for data, with one
-    Patience patience;
-    if (before % SLICES != SLICES - 1)
-      while (acquire(arrived) / SLICES == round) patience.lose(w, PHASE_PARTIALS, 0, w.rank);
+  if (!FLAGGED) {
+    sync_block();
+    if (threadIdx.x == 0) {
+      // Two rounds on and on, so that nobody has to reset it: it can't be more than one round further.
+      u32* arrived = &a.counters->arrived[blockIdx.x / SLICES];
+      const u32 before = step_around(arrived, 2 * SLICES), round = before / SLICES;
+      Waiting w = waiting(a, call);
+      w.deadline_ns *= 2;  // the CTAs that it waits for wait for data, with one
+      Patience patience;
+      if (before % SLICES != SLICES - 1)
+        while (acquire(arrived) / SLICES == round) patience.lose(w, PHASE_PARTIALS, 0, w.rank);
+    }
+    sync_block();
   }
-  sync_block();
   finish(a, call, units_of_group(a));
   complete(a);
 }

@@ -28,12 +28,14 @@ import attrs
 import torch
 from torch import Tensor
 
+from k3comm.buffers.mailbox import EMPTY
 from k3comm.kernels.compile import KernelVariant, compile_kernel
 from k3comm.kernels.expiry import RECORD_WORDS
 from k3comm.kernels.finalize import Deferred
 from k3comm.kernels.launch import MAP_BYTES, Launch, LaunchShape, load_kernel, tensor_map
 from k3comm.kernels.tail_geometry import (
     BOX_RESIDENT,
+    CELL_ROWS,
     FINISH_THREADS,
     MAX_CELLS,
     MAX_ROWS,
@@ -108,6 +110,7 @@ def kernel_variant(
     """
     multiplies = entry in (Entry.tail_exchange, Entry.tail_whole)
     boxed = multiplies and geometry.box_rows > 0
+    cells_at = geometry.square_bytes + geometry.two_shot_bytes(two_shot)
     two_shot = multiplies and geometry.two_shot(tokens, two_shot)
     deferred = {None: 0, torch.bfloat16: 1, torch.float32: 2}[expert_weights]
     talks = entry is not Entry.tail_next_norm
@@ -153,6 +156,8 @@ def kernel_variant(
             "K3_NO_WEIGHTS": boxed and not weights,
             "K3_SHARED_BYTES": geometry.shared_bytes(tokens, two_shot) if boxed else 0,
             "K3_MAX_ROWS": MAX_ROWS,
+            "K3_CELL_ROWS": CELL_ROWS,
+            "K3_CELLS_AT": cells_at,
             "K3_COUNTER_BYTES": COUNTER_BYTES,
             "K3_ARGUMENT_BYTES": ctypes.sizeof(Arguments),
             "K3_MULTICAST": transport == "multicast",
@@ -437,7 +442,8 @@ class TailKernels:
                 m: launch(Entry.tail_finish, geometry.finish_blocks(m, capacity), FINISH_THREADS) for m in rows
             }
         self._next_norm = {m: launch(Entry.tail_next_norm, m, THREADS) for m in rows}
-        size = geometry.workspace_bytes(two_shot)
+        self._whole = Form.WHOLE in forms
+        size = geometry.workspace_bytes(two_shot, whole=self._whole)
         self._workspaces = [torch.empty(size, dtype=torch.uint8, device=device) for _ in lanes]
         self.fill()
         self._arguments = [
@@ -447,8 +453,11 @@ class TailKernels:
 
     def fill(self) -> None:
         """Workspaces as before the first call, which begins at number 0. On torch's current stream."""
+        start = self.geometry.partial_bytes + self.geometry.square_bytes
+        cells = self.geometry.workspace_bytes(self._two_shot, whole=False)
         for workspace in self._workspaces:
-            workspace[self.geometry.partial_bytes + self.geometry.square_bytes :].zero_()
+            workspace[start:cells].zero_()
+            workspace[cells:].fill_(EMPTY & 0xFF)
 
     def _lane_arguments(
         self, lane: LaneAddresses, workspace: Tensor, eps: float, deadline: float, link_cycles: int

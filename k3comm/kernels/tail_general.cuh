@@ -44,7 +44,7 @@ DEVICE void sum_squares(const Arguments& a, int group, int slice, const float* s
     for (int i = lane; i < FRAGMENTS; i += 32) sum += squares[token * FRAGMENTS + i];
 #pragma unroll
     for (int k = 16; k; k >>= 1) sum += __shfl_xor_sync(~0u, sum, k);
-    if (lane == 0) a.squares[(group * MAX_ROWS + token) * SLICES + slice] = sum;
+    if (FLAGGED || lane == 0) put_square(a, group, slice, token, sum);
   }
 }
 
@@ -108,7 +108,7 @@ DEVICE void project(const Arguments& a, int group, int slice, const char* z) {
 #pragma unroll
         for (int i = 0; i < 4; i++) {
           const int token = (pass * PASS + n) * 8 + 2 * t + (i & 1), to = row + 8 * (i >> 1);
-          if (token < a.rows && to < C) a.partials[((u64)token * SLICES + slice) * C + to] = high[n][i] + low[n][i];
+          if (token < a.rows && to < C) put_product(a, slice, token, to, high[n][i] + low[n][i]);
         }
     }
   }

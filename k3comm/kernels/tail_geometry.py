@@ -2,7 +2,8 @@
 
 The grid of the exchange is groups x slices, the same for every m: a CTA owns one slice of the L latent
 columns and one group of this rank's H/W output columns. It needs its own slice of the latent mailbox only, so every CTA
-does its share of the exchange and nothing is handed over; the slices' partial products meet in the finish. All CTAs are
+does its share of the exchange and, but for two shots, nothing is handed over; the slices' partial products meet in the
+finish. All CTAs are
 resident at once, one an SM, since they wait for other ranks. No order of additions depends on m, so a row's bits don't
 either; they do depend on the geometry, which follows from the shape, the architecture and the SMs alone.
 
@@ -16,7 +17,8 @@ from the kernel's start on and so under the call before, and wgmma multiplies fr
 to 8 rows at W = 4, more from W = 8 on) call n + 1 loads under all of call n. Where z of 32 or 64 rows leaves no room
 for all of the weights they come in a ring. Many rows of many ranks are summed once, in two shots, and not by each group
 of output columns anew (`Geometry.two_shot`). A column of wgmma's result depends on that column of z alone, so all
-variants give the same bits. Before this CTA's first rows are in only a few boxes are in flight.
+variants give the same bits. Only a few boxes are in flight before this CTA's first rows are in, or in two shots all
+sums.
 """
 
 from __future__ import annotations
@@ -72,9 +74,12 @@ TWO_SHOT_ROWS: Final = 128
 """Rows that a variant holds times ranks, what a CTA polls, from which each row is summed once, in two shots: at W = 2
 33 rows and more, from W = 4 on 17, by the tables in docs/performance.md."""
 
+TURNS: Final = 4
+"""Fragments that a thread sums at most in two shots: with many more, which takes few groups, registers spill."""
+
 Z_RING: Final = 4
-"""Stripes of z on their way or in use then: 0.4 us better at 64 rows of W = 2 than three, which would leave room for one
-stripe of weights more, and 1 us better than five or two."""
+"""Stripes of z on their way or in use in two shots: 0.3 us better at 64 rows of W = 2 than three, which would leave
+room for one stripe of weights more, and better than five or two."""
 
 STRIPE: Final = 64
 """Latent columns of a box of weights: 128 bytes, the span of the swizzle."""
@@ -98,11 +103,16 @@ TWO_WINDOWS: Final = 2, 4
 0.3 us at 16 on two H200s. With up to 8 rows that was 0.4 to 1.1 worse, at 32 0.2."""
 
 TWO_SHOT_WINDOWS: Final = 8, 8
-"""In two shots, where few of the weights are there early: 0.3 to 0.7 us better at 48 and 64 rows on two H200s than 3."""
+"""In two shots, where an SM holds the weights of one CTA and few are there early: 0.3 to 0.7 us better at 48 and 64
+rows on two H200s than 3. Where it holds those of two, WINDOW - 1 was better in loopback."""
 
 PLAIN_WINDOW: Final = 6
 """Boxes in flight where a call starts behind the end of the one before (no programmatic launch): up to 0.4 us better to
-16 rows on two H200s than WINDOW, within 0.1 at one and two rows."""
+16 rows on two H200s than WINDOW, within 0.1 at one and two rows. From there on a seed."""
+
+CELL_ROWS: Final = 16
+"""Rows up to which the slices' products are their own flags in the one-kernel form, and not counted. With more, what
+empties them costs more than the count."""
 
 POLL_ROWS: Final = 8
 """Rows by which the cost of polling counts in the choice of a cut."""
@@ -218,7 +228,9 @@ class Geometry:
         Args:
             asked: what a benchmark wants, where it can be had; None is what ships.
         """
-        can = self.box_rows > 0 and tokens > BOX_RESIDENT
+        share = -(-tokens // self.groups)  # rows that a group sums
+        few = share * self.slice_width // 8 <= TURNS * self.threads
+        can = self.box_rows > 0 and tokens > BOX_RESIDENT and self.groups > 1 and few
         return can and (tokens * self.world_size >= TWO_SHOT_ROWS if asked is None else asked)
 
     def shared_bytes(self, tokens: int, two_shot: bool | None = None) -> int:
@@ -250,9 +262,19 @@ class Geometry:
             return 0
         return _up(8 * self.blocks, 128) + 4 * MAX_ROWS * self.slices * (1 + self.slice_width)
 
-    def workspace_bytes(self, two_shot: bool | None = None) -> int:
-        """Of partial products, squares, and what two shots need, one behind the other. One a lane."""
-        return self.partial_bytes + self.square_bytes + self.two_shot_bytes(two_shot)
+    @property
+    def cell_bytes(self) -> int:
+        """Of products that are their own flags: fp32 [CELL_ROWS, slices, H/W], and of squares, one for four of them."""
+        return 4 * CELL_ROWS * self.slices * (self.columns + self.columns // 4)
+
+    def workspace_bytes(self, two_shot: bool | None = None, *, whole: bool = True) -> int:
+        """Of partial products, squares, what two shots need, and cells, one behind the other. One a lane.
+
+        Args:
+            two_shot: as `two_shot` takes it.
+            whole: for the one-kernel form too; the other one needs no cells.
+        """
+        return self.partial_bytes + self.square_bytes + self.two_shot_bytes(two_shot) + whole * self.cell_bytes
 
     def _box_bytes(self, tokens: int, ring: int, two_shot: bool | None, z_ring: int | None = None) -> int:
         twice = self.two_shot(tokens, two_shot)

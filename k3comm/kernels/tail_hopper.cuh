@@ -24,10 +24,12 @@ static_assert(Z_RING == STRIPES || (Z_RING > 1 && Z_RING < STRIPES));
 
 // Shared memory: weights [RING, GROUP_ROWS, 128 bytes], z [Z_RING, N, 128 bytes], both swizzled; squares of 64 columns
 // [rows that it sums, STRIPES]; a barrier a box of the ring, and a stripe of it; in two shots two a stripe of z; the number
-// of the call; how far thread 0 is, for the loading warps (0, then these; the others are about as far), or in two shots the
-// one that loads z; what the call before used.
-enum Progress : u32 { KERNEL_BEFORE_OVER = 1, FIRST_ROWS_IN = 2, SUMS_IN = 3 };
-constexpr u32 OPEN = K3_TWO_SHOT ? SUMS_IN : FIRST_ROWS_IN;  // from then on nothing that is small waits behind weights
+// of the call; Progress; what the call before used.
+//
+// Progress tells the warps that load how far the block is, 0 at first. Thread 0 sets the first two, and the others are about
+// as far; the third comes from the warp that loads z, which has waited for the second.
+enum Progress : u32 { KERNEL_BEFORE_OVER = 1, FIRST_ROWS_IN = 2, Z_ON_ITS_WAY = 3 };
+constexpr u32 OPEN = K3_TWO_SHOT ? Z_ON_ITS_WAY : FIRST_ROWS_IN;  // nothing small waits behind weights from then on
 constexpr int Z = RING_BOXES * BOX_BYTES, SQUARES = Z + Z_RING * Z_STRIPE;
 constexpr int LANDED = SQUARES + (4 * (K3_TWO_SHOT ? SHARE : TOKENS) * STRIPES + 7) / 8 * 8, FREE = LANDED + 8 * RING_BOXES;
 constexpr int Z_LANDED = FREE + 8 * RING, Z_FREE = Z_LANDED + (K3_TWO_SHOT ? 8 * Z_RING : 0);
@@ -171,20 +173,27 @@ DEVICE void reduce_latent(const Arguments& a, u64 call, int region, int slice, c
 
 #endif
 
-// The mean square's share of this slice, for who finishes this group's columns.
+// The mean square's share of this slice, for who finishes this group's columns: in one kernel that waits for its own group
+// alone, so in two shots each group has a copy.
 DEVICE void sum_squares(const Arguments& a, int group, int slice, const char* memory) {
-  const int token = THREADS - 1 - threadIdx.x;  // the last warps have the fewest columns to publish
-  if (token >= TOKENS || token >= a.rows) return;
+  const auto square_of_row = [&](int token) {
 #if K3_TWO_SHOT
-  const float sum = __uint_as_float(load_l2(row_squares_of(a, slice) + token, u32()));
+    return __uint_as_float(load_l2(row_squares_of(a, slice) + token, u32()));
 #else
-  const float sum = sum_stripes((const float*)(memory + SQUARES) + token * STRIPES);
+    return sum_stripes((const float*)(memory + SQUARES) + token * STRIPES);
 #endif
-  a.squares[(group * MAX_ROWS + token) * SLICES + slice] = sum;
+  };
+  // The last warps have the fewest columns to publish. In two shots only those that multiply know that the sums are there.
+  constexpr int ABLE = K3_TWO_SHOT ? 128 * M_TILES : THREADS;
+  const int back = ABLE - 1 - (int)threadIdx.x;
+  if (back < 0) return;
+  for (int token = FLAGGED ? back >> 5 : back; token < min(TOKENS, a.rows); token += FLAGGED ? WARPS : ABLE)
+    put_square(a, group, slice, token, square_of_row(token));
 }
 
 // Partial products [m, C] of this CTA's columns and slice. The order over k is one for all TOKENS. `beside` is done by all
-// threads while the tensor cores are at it.
+// threads while the tensor cores are at it. Those of warps that multiply come there when z is in shared memory; others may
+// come earlier.
 template <typename Beside>
 DEVICE void project(const Arguments& a, int group, int slice, char* memory, Beside beside) {
   const int lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
@@ -227,7 +236,7 @@ DEVICE void project(const Arguments& a, int group, int slice, char* memory, Besi
       if constexpr (HALF == 0) v = sum[i] + __shfl_xor_sync(~0u, sum[i], 2);
       else v = sum[4 * n + i] + sum[4 * (n + HALF) + i];
       const int token = 8 * n + 2 * t + (i & 1);
-      if (token < TOKENS && token < a.rows) a.partials[((u64)token * SLICES + slice) * C + to + 8 * (i >> 1)] = v;
+      if (token < TOKENS && token < a.rows) put_product(a, slice, token, to + 8 * (i >> 1), v);
     }
 }
 

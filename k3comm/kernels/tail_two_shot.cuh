@@ -6,8 +6,9 @@
 // and z needs room for Z_RING stripes only, so that more of the weights fit.
 //
 // Behind the squares in this rank's own memory: u64 [SLICES, GROUPS], one more than the number of the last call in which
-// that group's rows are there, zeros at the start; the rows' squares, fp32 [SLICES, MAX_ROWS]; then z [SLICES, STRIPES, N,
-// 128 bytes], swizzled, which ends elsewhere for every variant. Call n writes both once all calls before are done whole.
+// that group's rows are there, zeros at the start; the rows' squares, fp32 [SLICES, MAX_ROWS]; z [SLICES, STRIPES, N, 128
+// bytes], swizzled. z comes last: its size depends on TOKENS, and the variants share one workspace. Call n writes squares
+// and z once all calls before are done whole.
 
 DEVICE u64* summed_of(const Arguments& a, int slice) {
   return (u64*)(a.squares + GROUPS * MAX_ROWS * SLICES) + slice * GROUPS;
@@ -40,7 +41,7 @@ DEVICE void sum_share(const Arguments& a, u64 call, int region, int group, int s
     const int fragment = fragment_of(i);
     if (some(i) && (fragment & 7) == 0) squares[token_of(i) / GROUPS * STRIPES + (fragment >> 3)] = square;
   }
-  sync_block();  // the calls before are done: nobody reads their z any more
+  sync_block();  // thread THREADS - 1 has been in `turn`: nobody reads the z of the calls before any more
   if (const int token = threadIdx.x * GROUPS + group; threadIdx.x < SHARE && token < a.rows)
     row_squares_of(a, slice)[token] = sum_stripes(squares + threadIdx.x * STRIPES);
 #pragma unroll
@@ -63,7 +64,8 @@ DEVICE void sum_share(const Arguments& a, u64 call, int region, int group, int s
   if (threadIdx.x == 0) store_release(summed_of(a, slice) + group, call + 1);
 }
 
-// A warp: waits for all groups' rows of this slice, longer than they wait for data, and loads them.
+// A warp: waits for all groups' rows of this slice and loads them. Twice the deadline: who waits for data says better what
+// is missing.
 DEVICE void load_terms(const Arguments& a) {
   extern __shared__ __align__(1024) char memory[];
   const int lane = threadIdx.x & 31, slice = blockIdx.x % SLICES;
@@ -81,11 +83,11 @@ DEVICE void load_terms(const Arguments& a) {
   if (lane) return;
   fence_loads();
   for (int i = 0; i < STRIPES; i++) {
-    if (i == Z_RING) set_shared((u32*)(memory + PROGRESS), SUMS_IN);
+    if (i == Z_RING) set_shared((u32*)(memory + PROGRESS), Z_ON_ITS_WAY);  // no weights in front of these
     if (i >= Z_RING) barrier_wait(base + Z_FREE + 8 * (i % Z_RING), i / Z_RING + 1 & 1);
     barrier_expect(base + Z_LANDED + 8 * (i % Z_RING), Z_STRIPE);
     load_bytes(base + Z + i % Z_RING * Z_STRIPE, terms_of(a, slice) + i * Z_STRIPE, Z_STRIPE,
                base + Z_LANDED + 8 * (i % Z_RING));
   }
-  if (Z_RING == STRIPES) set_shared((u32*)(memory + PROGRESS), SUMS_IN);
+  if (Z_RING == STRIPES) set_shared((u32*)(memory + PROGRESS), Z_ON_ITS_WAY);
 }

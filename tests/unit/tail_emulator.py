@@ -38,7 +38,7 @@ from k3comm.kernels.tail_fusion import (
 from k3comm.kernels.tail_geometry import FINISH_THREADS, MAX_CELLS, MAX_ROWS, STRIPE, Geometry
 
 THREADS = 64
-"""Of a block of the exchange, where the GPU has 512: fewer fibers. No sum depends on it. sm_90a's path has its own."""
+"""Of a block of the exchange on the general path, where the GPU has 512: fewer fibers. No sum depends on it."""
 
 HERE = Path(__file__).parent / "emulator"
 
@@ -73,8 +73,8 @@ class Kernel(ctypes.Structure):
 
 
 def threads(geometry: Geometry) -> int:
-    """Of a block of the exchange that take part in all of it: as few as the projection can do with."""
-    return 128 * -(-geometry.group_tiles // 4) if geometry.box_rows else THREADS
+    """Of a block of the exchange that take part in all of it. On sm_90a's path it counts which of them multiply."""
+    return geometry.threads if geometry.box_rows else THREADS
 
 
 def build(

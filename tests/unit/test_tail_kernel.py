@@ -142,11 +142,25 @@ def test_many_rows_of_many_ranks_are_summed_once(world: int, twice: tuple[int, .
     assert tuple(tokens for tokens in g.tokens if g.two_shot(tokens, True)) == (32, 64)
     words, squares, z = 8 * g.blocks, 4 * 64 * g.slices, 4 * 64 * 3584
     assert g.two_shot_bytes() - squares - z in range(words, words + 128)
-    assert g.workspace_bytes() == g.partial_bytes + g.square_bytes + g.two_shot_bytes()
+    assert g.workspace_bytes(whole=False) == g.partial_bytes + g.square_bytes + g.two_shot_bytes()
+    assert g.workspace_bytes() - g.workspace_bytes(whole=False) == g.cell_bytes == 16 * g.slices * g.columns * 5
     assert g.two_shot_bytes(False) == 0
     general = Geometry.choose(7168, 3584, world, arch="sm_90a", capacity=132, general=True)
     assert not any(general.two_shot(tokens, True) for tokens in general.tokens)
     assert general.two_shot_bytes() == 0
+
+
+def test_two_shots_want_several_groups_and_few_fragments_a_thread() -> None:
+    """With one group each row is summed once anyway; with many fragments a thread registers spilled."""
+    one = Geometry.choose(1024, 512, 16, arch="sm_90a", capacity=132)
+    assert (one.box_rows > 0, one.groups) == (True, 1)
+    assert not any(one.two_shot(tokens, asked) for tokens in one.tokens for asked in (None, True))
+    for world in range(2, 17):
+        for hidden, latent in ((1024 * world, 1536), (512 * world, 3072), (256 * world, 512)):
+            g = Geometry.choose(hidden, latent, world, arch="sm_90a", capacity=24)
+            for tokens in g.tokens:
+                share = -(-tokens // g.groups)
+                assert not g.two_shot(tokens, True) or share * g.slice_width // 8 <= 4 * g.threads
 
 
 def test_windows_as_they_were_measured() -> None:
@@ -286,6 +300,8 @@ def test_an_expired_wait_is_told() -> None:
     )
     own = Expired("moe_tail", 1, 1, 2, "completion", 0, 3, 3).error(4, 30.0)
     assert "a kernel of this rank did not end within 30 s" in str(own)
+    blocks = Expired("moe_tail", 1, 1, 2, "partials", 0, 3, 3).error(4, 30.0)
+    assert "its other blocks did not come within 30 s" in str(blocks)
 
 
 # On the emulator
@@ -305,10 +321,11 @@ CUTS = {
     "boxes": (256, 128, 2, 5),
     "wide boxes": (448, 256, 4, 3),
     "ring of boxes": (448, 256, 2, 2),
+    "ring of sums": (384, 256, 2, 4),
     "boxes of six": (384, 64, 6, 2),
 }
-BOXES = ("boxes", "wide boxes", "ring of boxes", "boxes of six")
-RINGS = {"ring of boxes": 2}
+BOXES = ("boxes", "wide boxes", "ring of boxes", "ring of sums", "boxes of six")
+RINGS = {"ring of boxes": 2, "ring of sums": 2}
 """Stripes of weights in shared memory, of four."""
 
 
@@ -321,6 +338,7 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Ranks]:
         hidden, latent, world, capacity = CUTS[cut]
         g = Geometry.choose(hidden, latent, world, arch="sm_90a", capacity=capacity)
         assert (g.box_rows > 0) == (cut in BOXES)
+        assert not two_shot or g.two_shot(tokens, two_shot)
         place = folder / f"{cut} {tokens} {weights} {two_shot}"
         return tail_emulator.build(place, g, tokens, weights, RINGS.get(cut, 0), two_shot), g, tokens
 
@@ -387,7 +405,7 @@ def test_the_kernels_compute_the_tail(ranks: Callable[..., Ranks], cut: str, ove
     ("cut", "overlap", "rows"),
     [
         *(("boxes", overlap, (40, 17)) for overlap in Overlap),
-        ("ring of boxes", Overlap.NONE, (40,)),
+        ("ring of sums", Overlap.NONE, (40,)),
         pytest.param("boxes", Overlap.PDL, (64, 33, 17, 40), marks=pytest.mark.slow),
         pytest.param("wide boxes", Overlap.PDL, (17,), marks=pytest.mark.slow),
         pytest.param("boxes of six", Overlap.NONE, (17,), marks=pytest.mark.slow),
@@ -413,7 +431,7 @@ def test_two_shots_give_the_bits_of_one(
 
 @NEEDS_GXX
 def test_two_shots_of_both_variants_share_a_workspace(ranks: Callable[..., Ranks]) -> None:
-    """Calls of few and of many rows in turn, which different kernels make: neither may take the other's z for a flag."""
+    """Calls of few and of many rows in turn, by different kernels: neither may take the other's z for a flag."""
     group, narrow = ranks("boxes", 64, two_shot=True), ranks("boxes", 32, two_shot=True)
     libraries = {40: group.library, 20: narrow.library}
     for number, m in enumerate((40, 20, 40, 20, 20, 40)):
@@ -689,9 +707,11 @@ WRONG = {
     "one gather mailbox": ("& 1) * a.gather_bytes", "& 0) * a.gather_bytes"),
     "nobody waits for credits": ("while (acquire_sys(&w.counters->credits[peer]) < w.call) patience", "patience"),
     "credits of the call before": ("credits[peer]) < w.call)", "credits[peer]) + 1 < w.call)"),
-    "groups do not wait for their slices": ("if (before % SLICES != SLICES - 1)", "if (false)"),
+    "cells are not waited for": ("while (cells.missing()) {", "while (false) {"),
+    "products are not emptied": ("store_gpu(products + s * C, empty(uint4()));", ""),
+    "squares for one unit": ("/ 4; i += 32) store_gpu(to + i", "/ 4; i += 32) store_gpu(to"),
     "a column too far": ("column = slice * SLICE + 8 * t;", "column = slice * SLICE + 8 * (t ^ 1);"),
-    "empty words are sent as they are": ("publishable(v)", "v"),
+    "empty words are sent as they are": ("    v = publishable(v);\n", ""),
 }
 """Changes of the source that make it wrong, and that the checks above must see."""
 
@@ -706,12 +726,14 @@ WRONG_BOXES = {
     "room before the products": ("product_wait<1>(sum);", ""),
     "z is not swizzled": ("1024 + swizzled(token & 7, fragment & 7)", "1024 + (token & 7) * 128 + (fragment & 7) * 16"),
     "nobody waits for z": ("gain, memory);\n  sync_block();\n", "gain, memory);\n"),
-    "squares of one stripe": ("for (int i = 1; i < STRIPES; i++) sum += squares", "for (int i = 1; i < 1; i++) sum += squares"),
+    "squares of one stripe": ("i < STRIPES; i++) sum += squares", "i < 1; i++) sum += squares"),
     "overlapping tiles write garbage": ("row = min(64 * tile, GROUP_ROWS - 64)", "row = 64 * tile"),
 }
 """Likewise of sm_90a's path."""
 
 WRONG_TWO_SHOTS = {
+    "groups do not wait for their slices": ("boxes", "if (before % SLICES != SLICES - 1)", "if (false)"),
+    "squares by who does not know of them": ("boxes", "ABLE = K3_TWO_SHOT ? 128 * M_TILES : ", "ABLE = "),
     "nobody waits for the others' sums": ("boxes", "while (acquire(summed_of(a, slice) + i) <= call)", "while (false)"),
     "sums of the call before": ("boxes", "summed_of(a, slice) + i) <= call)", "summed_of(a, slice) + i) < call)"),
     "said before they are there": ("boxes", "  fence_loads();\n  sync_block();\n", "  fence_loads();\n"),
@@ -721,12 +743,12 @@ WRONG_TWO_SHOTS = {
         "/ FRAGMENTS * GROUPS + (group + 1) % GROUPS; };",
     ),
     "nobody waits for z": (
-        "ring of boxes",
+        "ring of sums",
         "    barrier_wait(weights + Z_LANDED + 8 * (i % Z_RING), i / Z_RING & 1);\n",
         "",
     ),
-    "nobody waits for room for z": ("ring of boxes", "if (i >= Z_RING) barrier_wait", "if (false) barrier_wait"),
-    "squares of one group's rows": ("boxes", "if (const int token = threadIdx.x * GROUPS + group;", "if (const int token = threadIdx.x * GROUPS;"),
+    "nobody waits for room for z": ("ring of sums", "if (i >= Z_RING) barrier_wait", "if (false) barrier_wait"),
+    "squares of one group's rows": ("boxes", "token = threadIdx.x * GROUPS + group;", "token = threadIdx.x * GROUPS;"),
 }
 """Likewise of the sums in two shots, each with the cut that shows it."""
 
@@ -845,6 +867,7 @@ def is_seen(
     hidden, latent, world, capacity = CUTS[cut]
     g = Geometry.choose(hidden, latent, world, arch="sm_90a", capacity=capacity)
     tokens = 64 if g.box_rows else 16
+    assert g.two_shot(tokens, two_shot) == two_shot
     library = tail_emulator.build(tmp_path / "built", g, tokens, ring=RINGS.get(cut, 0), two_shot=two_shot)
     deadline = 2e-2 if g.box_rows else 5e-3  # boxes take their time
     group = Ranks(library, g, tokens, deadline=deadline, two_shot=two_shot)

@@ -127,6 +127,7 @@ template <typename T> T __shfl_xor_sync(u32, T v, int mask) { return exchange_la
 // ---- numbers -------------------------------------------------------------------------------------------------------
 
 inline float __uint_as_float(u32 w) { float f; memcpy(&f, &w, 4); return f; }
+inline u32 __float_as_uint(float x) { u32 w; memcpy(&w, &x, 4); return w; }
 inline u32 bits(float f) { u32 w; memcpy(&w, &f, 4); return w; }
 inline float __fmaf_rn(float a, float b, float c) { return std::fma(a, b, c); }
 inline float __fmul_rn(float a, float b) { return a * b; }
@@ -215,6 +216,8 @@ inline u32 acquire(const u32* p) { give_way(); return *p; }
 inline u32 load_gpu(const u32* p) { return *p; }
 inline void store_gpu(u32* p, u32 v) { *p = v; }
 inline u64 load_gpu(const u64* p) { give_way(); return *p; }
+inline uint4 load_gpu(const u32* p, uint4) { aligned(p, 16); give_way(); return at<uint4>(p); }
+inline void store_gpu(u32* p, uint4 v) { store_sys((char*)p, v); }
 inline void pause_cycles(int) { give_way(); }
 inline void store_release(u64* p, u64 v) { *p = v; }
 inline void add_release(u64* p, u64 v) { *p += v; }
