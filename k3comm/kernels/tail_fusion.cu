@@ -355,14 +355,15 @@ DEVICE void split(const float (&x)[8], uint4& high, uint4& low) {
 // round trips more. Each word has one reader, who empties it: squares are there once for each unit of four columns. What
 // call n empties is written again behind the wait of call n + 1 for all calls before it.
 DEVICE u32* product_cells(const Arguments& a, int token, int column) {
-  return (u32*)((char*)a.squares + K3_CELLS_AT) + (u64)token * SLICES * C + column;  // slices are C apart
+  constexpr u64 BEHIND = (u64)MAX_ROWS * SLICES * C + K3_CELLS_AT / 4;  // from partials: an index into both saves registers
+  return (u32*)a.partials + BEHIND + ((u64)token * SLICES * C + column);  // slices are C apart
 }
 DEVICE u32* square_cells(const Arguments& a, int token, int column) {
   return product_cells(a, K3_CELL_ROWS, 0) + ((u64)token * SLICES * C + column) / 4;  // slices are C / 4 apart
 }
 
 DEVICE void put_product(const Arguments& a, int slice, int token, int column, float v) {
-  if (FLAGGED) store_gpu(product_cells(a, token, column) + slice * C, publishable(v));
+  if (FLAGGED) store_gpu(product_cells(a, token, slice * C + column), publishable(v));
   else a.partials[((u64)token * SLICES + slice) * C + column] = v;
 }
 
@@ -462,7 +463,7 @@ DEVICE void close_unit(const Arguments& a, u64 call, int region, int token, int 
   if (!MAIL_OWN_OUT) *(uint2*)(a.out + place + 2 * a.rank * C) = out;
 }
 
-// The cells of some slices, from `first` on.
+// The cells of some slices, from `first` on: as many as there are registers for.
 struct Cells {
   static constexpr int MOST = W < 8 ? 8 : 4, COUNT = SLICES < MOST ? SLICES : MOST;
   uint4 product[COUNT];

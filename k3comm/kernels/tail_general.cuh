@@ -140,7 +140,8 @@ DEVICE u64 exchange(const Arguments& a) {
   reduce_latent(a, call, region, slice, z, squares);
   __syncthreads();
   clear(a, (u32)said[1], region);
-  sum_squares(a, group, slice, squares);
+  if (!FLAGGED) sum_squares(a, group, slice, squares);
   project(a, group, slice, z);
+  if (FLAGGED) sum_squares(a, group, slice, squares);  // earlier, and registers spill
   return call;
 }

@@ -709,6 +709,7 @@ WRONG = {
     "credits of the call before": ("credits[peer]) < w.call)", "credits[peer]) + 1 < w.call)"),
     "cells are not waited for": ("while (cells.missing()) {", "while (false) {"),
     "products are not emptied": ("store_gpu(products + s * C, empty(uint4()));", ""),
+    "squares are not emptied": ("store_gpu(squares + s * (C / 4), EMPTY);", ""),
     "squares for one unit": ("/ 4; i += 32) store_gpu(to + i", "/ 4; i += 32) store_gpu(to"),
     "a column too far": ("column = slice * SLICE + 8 * t;", "column = slice * SLICE + 8 * (t ^ 1);"),
     "empty words are sent as they are": ("    v = publishable(v);\n", ""),
