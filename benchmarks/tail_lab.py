@@ -281,9 +281,11 @@ def cuts(sections: Sequence[str]) -> Iterator[tuple[Geometry, Sequence[Form], Se
             yield cut, both, deferred_in(shape, world), {}
             if cut.box_rows:
                 yield from ((cut, both, (), {"two_shot": asked}) for asked in (False, True))
+                yield cut, both, (), {"cells": True}
     if "ranks" in sections:
         yield from ((geometry(shape, world, n // world), both, (), {}) for shape, world in STREAMS)
-        yield from ((geometry(shape, world, n // world), both, (), {"two_shot": False}) for shape, world in STREAMS)
+        for kind in ({"two_shot": False}, {"cells": True}):
+            yield from ((geometry(shape, world, n // world), both, (), kind) for shape, world in STREAMS)
     if "processes" in sections:
         yield from ((geometry(PROCESS_SHAPE, world, n), both, (), {}) for world in PROCESS_WORLDS)
     if "stop" in sections:
@@ -291,7 +293,11 @@ def cuts(sections: Sequence[str]) -> Iterator[tuple[Geometry, Sequence[Form], Se
     if "bench" in sections:
         for world in BENCH_WORLDS:
             for _, cut, form, options in arms(world):
-                kind = {name: value for name, value in options.items() if name in ("credits", "weights", "two_shot")}
+                kind = {
+                    name: value
+                    for name, value in options.items()
+                    if name in ("credits", "weights", "two_shot", "cells")
+                }
                 yield cut, (form,), (), kind | {"link": "link_cycles" in options}
 
 
@@ -376,14 +382,18 @@ def numerics() -> None:
             # Of two layers in turn: what the call before left of one would be right for it.
             other = Data(world, 64, shape, 2, weights=layer)
             rights = [(layer, expected), (other, one.tail(**other.arguments(one.rank), out=poisoned(64, shape[0])))]
-            for asked in (False, True):
-                two = loopback(shape, world, rank=world - 1, cut=cut, two_shot=asked)
-                for n, m in enumerate(ROWS[ROWS.index(17) :] * 3):
+            kinds: list[tuple[str, dict[str, Any]]] = [
+                ("one shot", {"two_shot": False}),
+                ("two shots", {"two_shot": True}),
+                ("cells", {"cells": True}),
+            ]
+            for kind, asked in kinds:
+                two = loopback(shape, world, rank=world - 1, cut=cut, **asked)
+                for n, m in enumerate(ROWS[ROWS.index(15) :] * 3):
                     data, right = rights[n % 2]
                     for form in Form:
                         out = two.tail(**data.arguments(two.rank, slice(m)), form=form, out=poisoned(m, shape[0]))
-                        shots = "two shots" if asked else "one shot"
-                        check(same(out, right[:m]), f"{what}, {shots}: row bits change with m = {m}, {form.value}")
+                        check(same(out, right[:m]), f"{what}, {kind}: row bits change with m = {m}, {form.value}")
         own = own_columns(what, expected, one)
         meter.add(own, *layer.truth(one.rank))
         for seed in range(2, 2 + max(1, 400_000 // (64 * one.columns))):
@@ -489,6 +499,7 @@ def ranks() -> None:
         random_walk(shape, world, every, streams)
         graphs(shape, world, every, streams)
         special_values(shape, world, every, streams)
+        random_walk(shape, world, ranks_of(shape, world, lanes=2, cells=True), streams, ", cells")
         if geometry(shape, world, sms() // world).box_rows:
             random_walk(shape, world, ranks_of(shape, world, lanes=2, two_shot=False), streams, " in one shot")
 
@@ -948,6 +959,7 @@ def arms(world: int) -> Iterator[tuple[str, Geometry, Form, dict[str, Any]]]:
         yield f"boxes split pdl, {shots} link", cut, Form.SPLIT, link | {"two_shot": asked}
     yield "boxes whole pdl", cut, Form.WHOLE, {}
     yield "boxes whole plain", cut, Form.WHOLE, {"settings": PLAIN}
+    yield "boxes whole plain, cells link", cut, Form.WHOLE, link | {"settings": PLAIN, "cells": True}
     yield "boxes whole plain link", cut, Form.WHOLE, link | {"settings": PLAIN}
     if world == 2:
         yield "boxes whole pdl link", cut, Form.WHOLE, link

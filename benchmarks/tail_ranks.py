@@ -76,6 +76,9 @@ def parser() -> argparse.ArgumentParser:
     )
     made.add_argument("--shots", action="store_true", help="all rows in one shot too, and all from 17 on in two")
     made.add_argument("--whole", action="store_true", help="one kernel a call (default: two)")
+    made.add_argument(
+        "--cells", action="store_true", help="with --whole: products that are their own flags too, to 16 rows"
+    )
     made.add_argument("--plain", action="store_true", help="no call starts before the one in front of it has ended")
     made.add_argument("--isolated", action="store_true", help="behind a kernel that writes twice the L2 cache")
     return made
@@ -107,6 +110,7 @@ def measure(options: argparse.Namespace, rank: int, world: int) -> dict[str, lis
     form = Form.WHOLE if options.whole else Form.SPLIT
     choices: list[tuple[str, dict[str, Any]]] = [("as shipped", {})]
     choices += [("one shot", {"two_shot": False}), ("two shots", {"two_shot": True})] if options.shots else []
+    choices += [("cells", {"cells": True})] if options.cells else []
     choices += [(f"windows {a} x {b}", {"windows": (a, b)}) for a, b in options.windows]
     cut = lab.geometry(lab.K3, world, lab.sms())
     found: dict[str, list[list[float]]] = {}
@@ -129,6 +133,8 @@ def measure(options: argparse.Namespace, rank: int, world: int) -> dict[str, lis
 
 def main() -> None:
     options = parser().parse_args()
+    if options.cells and not options.whole:
+        raise SystemExit("--cells given without --whole: only one kernel a call has any")
     for name, value in lab.ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     if "RANK" not in os.environ:

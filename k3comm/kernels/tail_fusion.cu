@@ -8,8 +8,8 @@
 //   3 sums, over the ranks in rank order, its own slice of the latent mailbox: nobody hands it anything (but
 //     for many rows: in two shots, tail_two_shot.cuh, the groups of a slice hand each other their share of the sums),
 //   4 multiplies s * g, as two BF16 terms, with its block of W_up. The norm's factor r is a number a row and comes later.
-// The slices' products and squares meet in `finish`, behind the end of a kernel or, in one kernel, behind a count or as
-// words that are their own flags. It
+// The slices' products and squares meet in `finish`, behind the end of a kernel or, in one kernel, behind a count; for
+// benchmarks also as words that are their own flags (cells). It
 //   5 sums them over slices in order, then r, scale, bias, shared, residual; one rounding,
 //   6 publishes the finished columns,
 //   7 copies out what all ranks have published, and empties it.
@@ -351,8 +351,8 @@ DEVICE void split(const float (&x)[8], uint4& high, uint4& low) {
 
 // ---- partial products and squares ----------------------------------------------------------------------------------
 
-// In one kernel of few rows they are data that is its own flag, as in a mailbox: a count of the slices would cost three
-// round trips more. Each word has one reader, who empties it: squares are there once for each unit of four columns. What
+// In one kernel of few rows they can be data that is its own flag, as in a mailbox: a count of the slices is three round
+// trips more. Each word has one reader, who empties it: squares are there once for each unit of four columns. What
 // call n empties is written again behind the wait of call n + 1 for all calls before it.
 DEVICE u32* product_cells(const Arguments& a, int token, int column) {
   constexpr u64 BEHIND = (u64)MAX_ROWS * SLICES * C + K3_CELLS_AT / 4;  // from partials: an index into both saves registers

@@ -95,6 +95,7 @@ def kernel_variant(
     link: bool = False,
     weights: bool = True,
     two_shot: bool | None = None,
+    cells: bool = False,
 ) -> KernelVariant:
     """One kernel of a tail, for the geometry's architecture.
 
@@ -107,11 +108,12 @@ def kernel_variant(
         link: publications can be held back, for benchmarks on one GPU.
         weights: they are read; without, results are garbage, and a benchmark sees what reading them costs.
         two_shot: as `Geometry.two_shot` takes it: each row is summed once, or not, where that can be chosen.
+        cells: in the one-kernel form the products of up to CELL_ROWS rows are their own flags, and not counted.
     """
     multiplies = entry in (Entry.tail_exchange, Entry.tail_whole)
     boxed = multiplies and geometry.box_rows > 0
-    cells_at = geometry.square_bytes + geometry.two_shot_bytes(two_shot)
     two_shot = multiplies and geometry.two_shot(tokens, two_shot)
+    cells = cells and entry is Entry.tail_whole and tokens <= CELL_ROWS
     deferred = {None: 0, torch.bfloat16: 1, torch.float32: 2}[expert_weights]
     talks = entry is not Entry.tail_next_norm
     archs: Any = (geometry.arch,)
@@ -124,6 +126,7 @@ def kernel_variant(
             *([f"b{geometry.box_rows}"] if boxed else []),
             *(["unread"] if boxed and not weights else []),
             *(["two-shot"] if two_shot else []),
+            *(["cells"] if cells else []),
             *(["", "bf16", "fp32"][deferred : deferred + 1] if deferred else []),
             *([transport] if talks else []),
             *([] if credits else ["uncredited"]),
@@ -156,8 +159,8 @@ def kernel_variant(
             "K3_NO_WEIGHTS": boxed and not weights,
             "K3_SHARED_BYTES": geometry.shared_bytes(tokens, two_shot) if boxed else 0,
             "K3_MAX_ROWS": MAX_ROWS,
-            "K3_CELL_ROWS": CELL_ROWS,
-            "K3_CELLS_AT": cells_at,
+            "K3_CELL_ROWS": CELL_ROWS if cells else 0,
+            "K3_CELLS_AT": geometry.square_bytes + geometry.two_shot_bytes(True) if cells else 0,
             "K3_COUNTER_BYTES": COUNTER_BYTES,
             "K3_ARGUMENT_BYTES": ctypes.sizeof(Arguments),
             "K3_MULTICAST": transport == "multicast",
@@ -192,6 +195,7 @@ def variants() -> Iterator[KernelVariant]:
             found += [
                 kernel_variant(k3, Entry.tail_exchange, tokens=4),
                 kernel_variant(k3, Entry.tail_exchange, tokens=64),
+                kernel_variant(k3, Entry.tail_whole, tokens=16, cells=True),
                 kernel_variant(k3, Entry.tail_exchange, tokens=64, two_shot=False),
                 kernel_variant(k3, Entry.tail_whole, tokens=32, two_shot=True, expert_weights=torch.bfloat16),
                 kernel_variant(wide, Entry.tail_whole, tokens=64, transport="multicast"),
@@ -201,8 +205,10 @@ def variants() -> Iterator[KernelVariant]:
                     for entry in (Entry.tail_exchange, Entry.tail_whole)
                     for tokens in (4, 16)
                 ),
+                kernel_variant(wide, Entry.tail_whole, tokens=8, cells=True),
                 kernel_variant(general, Entry.tail_exchange, tokens=64, expert_weights=torch.bfloat16),
                 kernel_variant(general, Entry.tail_whole, tokens=16, expert_weights=torch.float32),
+                kernel_variant(general, Entry.tail_whole, tokens=16, expert_weights=torch.float32, cells=True),
             ]
         # The name says the geometry, and two architectures may have the same one.
         yield from (attrs.evolve(variant, name=f"{variant.name}-{arch}") for variant in found)
@@ -376,8 +382,8 @@ class TailKernels:
         deferred: dtypes of expert weights that `__call__` will be given.
         forms: what `__call__` will be asked for.
         settings: `pdl` and `poll_deadline` count, and where kernels are cached.
-        credits, link_cycles, windows, weights, two_shot: for benchmarks; `kernel_variant`, and by how many cycles a
-            publication is held back.
+        credits, link_cycles, windows, weights, two_shot, cells: for benchmarks; `kernel_variant`, and by how many
+            cycles a publication is held back.
 
     Attributes:
         record: int32 [RECORD_WORDS], pinned: see `expiry.Expired`.
@@ -402,6 +408,7 @@ class TailKernels:
         windows: tuple[int, int] | None = None,
         weights: bool = True,
         two_shot: bool | None = None,
+        cells: bool = False,
     ) -> None:
         settings = Settings() if settings is None else settings
         self.geometry = geometry
@@ -409,7 +416,7 @@ class TailKernels:
         self.device = device
         self.record = torch.zeros(RECORD_WORDS, dtype=torch.int32, pin_memory=True)
         options: dict[str, Any] = {"transport": transport, "credits": credits, "link": link_cycles > 0}
-        options |= {"weights": weights, "two_shot": two_shot}
+        options |= {"weights": weights, "two_shot": two_shot, "cells": cells}
         self._windows = windows
         self._two_shot = two_shot
         self._pdl = settings.pdl
@@ -442,8 +449,8 @@ class TailKernels:
                 m: launch(Entry.tail_finish, geometry.finish_blocks(m, capacity), FINISH_THREADS) for m in rows
             }
         self._next_norm = {m: launch(Entry.tail_next_norm, m, THREADS) for m in rows}
-        self._whole = Form.WHOLE in forms
-        size = geometry.workspace_bytes(two_shot, whole=self._whole)
+        self._cells = cells
+        size = geometry.workspace_bytes(two_shot, cells=cells)
         self._workspaces = [torch.empty(size, dtype=torch.uint8, device=device) for _ in lanes]
         self.fill()
         self._arguments = [
@@ -453,11 +460,11 @@ class TailKernels:
 
     def fill(self) -> None:
         """Workspaces as before the first call, which begins at number 0. On torch's current stream."""
-        start = self.geometry.partial_bytes + self.geometry.square_bytes
-        cells = self.geometry.workspace_bytes(self._two_shot, whole=False)
+        flags = self.geometry.partial_bytes + self.geometry.square_bytes
         for workspace in self._workspaces:
-            workspace[start:cells].zero_()
-            workspace[cells:].fill_(EMPTY & 0xFF)
+            workspace[flags:].zero_()
+            if self._cells:
+                workspace[-self.geometry.cell_bytes :].fill_(EMPTY & 0xFF)
 
     def _lane_arguments(
         self, lane: LaneAddresses, workspace: Tensor, eps: float, deadline: float, link_cycles: int

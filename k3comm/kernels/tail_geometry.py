@@ -111,8 +111,8 @@ PLAIN_WINDOW: Final = 6
 16 rows on two H200s than WINDOW, within 0.1 at one and two rows. From there on a seed."""
 
 CELL_ROWS: Final = 16
-"""Rows up to which the slices' products are their own flags in the one-kernel form, and not counted. With more, what
-empties them costs more than the count."""
+"""Rows up to which the slices' products can be their own flags in the one-kernel form, and are not counted then. A
+seed: with more rows, what empties them may cost more than the count."""
 
 POLL_ROWS: Final = 8
 """Rows by which the cost of polling counts in the choice of a cut."""
@@ -267,14 +267,15 @@ class Geometry:
         """Of products that are their own flags: fp32 [CELL_ROWS, slices, H/W], and of squares, one for four of them."""
         return 4 * CELL_ROWS * self.slices * (self.columns + self.columns // 4)
 
-    def workspace_bytes(self, two_shot: bool | None = None, *, whole: bool = True) -> int:
+    def workspace_bytes(self, two_shot: bool | None = None, *, cells: bool = False) -> int:
         """Of partial products, squares, what two shots need, and cells, one behind the other. One a lane.
 
         Args:
             two_shot: as `two_shot` takes it.
-            whole: for the one-kernel form too; the other one needs no cells.
+            cells: whether there are any; they lie where they would behind two shots, whether these are there or not.
         """
-        return self.partial_bytes + self.square_bytes + self.two_shot_bytes(two_shot) + whole * self.cell_bytes
+        size = self.partial_bytes + self.square_bytes + self.two_shot_bytes(True if cells else two_shot)
+        return size + cells * self.cell_bytes
 
     def _box_bytes(self, tokens: int, ring: int, two_shot: bool | None, z_ring: int | None = None) -> int:
         twice = self.two_shot(tokens, two_shot)

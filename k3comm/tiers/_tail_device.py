@@ -117,7 +117,7 @@ class DeviceTail:
 
     def memory(self) -> dict[str, int]:
         """See `TailTier.memory`."""
-        workspace = self._layout.lanes * self.geometry.workspace_bytes(whole=self.form is Form.WHOLE)
+        workspace = self._layout.lanes * self.geometry.workspace_bytes()
         return {"mailboxes": self._layout.nbytes, "workspace": workspace}
 
     def _launch(self, call: TailCall) -> Tensor:

@@ -84,6 +84,7 @@ def build(
     expert_weights: torch.dtype | None = None,
     ring: int = 0,
     two_shot: bool | None = None,
+    cells: bool = False,
 ) -> Any:
     """The kernels for one geometry as a library; with `ring` stripes of weights in shared memory, where not all, and in
     two shots one more of z."""
@@ -103,6 +104,9 @@ def build(
     kind: dict[str, Any] = {"expert_weights": expert_weights, "two_shot": two_shot}
     variant = kernel_variant(geometry, Entry.tail_exchange, tokens=tokens, **kind)
     defines = dict(variant.defines) | {"K3_THREADS": str(threads(geometry))}
+    if cells:
+        whole = dict(kernel_variant(geometry, Entry.tail_whole, tokens=tokens, cells=True, **kind).defines)
+        defines |= {name: whole[name] for name in ("K3_CELL_ROWS", "K3_CELLS_AT")}
     if ring:
         z_ring = min(ring + 1, geometry.stripes)
         shared = geometry._box_bytes(tokens, ring, two_shot, z_ring)
@@ -133,9 +137,10 @@ class Recorded(TailKernels):
         deadline: float,
         tokens: int,
         two_shot: bool | None = None,
+        cells: bool = False,
     ) -> None:
         self.geometry, self.rank, self._maps, self._windows, self._two_shot = geometry, rank, {}, (2, 3), two_shot
-        self._pdl = True
+        self._pdl, self._cells = True, cells
         self.record = torch.zeros(RECORD_WORDS, dtype=torch.int32)
         self.steps: list[Step] = []
 
@@ -158,7 +163,7 @@ class Recorded(TailKernels):
         rows = range(1, MAX_ROWS + 1)
         self._finish = {m: launch(Entry.tail_finish, geometry.finish_blocks(m, 1), FINISH_THREADS) for m in rows}
         self._next_norm = {m: launch(Entry.tail_next_norm, m, THREADS) for m in rows}
-        size = geometry.workspace_bytes(two_shot)
+        size = geometry.workspace_bytes(two_shot, cells=cells)
         self._workspaces = [torch.full((size,), 0xFF, dtype=torch.uint8) for _ in lanes]  # NaN
         self.fill()
         self._arguments = [
@@ -192,6 +197,7 @@ class Ranks:
         *,
         deadline: float = 1.0,
         two_shot: bool | None = None,
+        cells: bool = False,
     ) -> None:
         self.library, self.geometry = library, geometry
         self.layout = layout = MailboxLayout(
@@ -210,6 +216,7 @@ class Ranks:
                 deadline,
                 tokens,
                 two_shot,
+                cells,
             )
             for rank in range(geometry.world_size)
         ]

@@ -186,7 +186,7 @@ def test_how_the_kernels_are_made(noted: type[Noted]) -> None:
             latent_size=LATENT,
             columns=HIDDEN // WORLD,
         )
-    workspace = made["geometry"].workspace_bytes(whole=False)
+    workspace = made["geometry"].workspace_bytes()
     assert tier.memory() == {"mailboxes": layout.nbytes, "workspace": LANES * workspace}
     assert tier.takes_deferred()
 

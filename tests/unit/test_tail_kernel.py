@@ -142,8 +142,9 @@ def test_many_rows_of_many_ranks_are_summed_once(world: int, twice: tuple[int, .
     assert tuple(tokens for tokens in g.tokens if g.two_shot(tokens, True)) == (32, 64)
     words, squares, z = 8 * g.blocks, 4 * 64 * g.slices, 4 * 64 * 3584
     assert g.two_shot_bytes() - squares - z in range(words, words + 128)
-    assert g.workspace_bytes(whole=False) == g.partial_bytes + g.square_bytes + g.two_shot_bytes()
-    assert g.workspace_bytes() - g.workspace_bytes(whole=False) == g.cell_bytes == 16 * g.slices * g.columns * 5
+    assert g.workspace_bytes() == g.partial_bytes + g.square_bytes + g.two_shot_bytes()
+    assert g.workspace_bytes(False) == g.partial_bytes + g.square_bytes
+    assert g.workspace_bytes(cells=True) - g.workspace_bytes(True) == g.cell_bytes == 16 * g.slices * g.columns * 5
     assert g.two_shot_bytes(False) == 0
     general = Geometry.choose(7168, 3584, world, arch="sm_90a", capacity=132, general=True)
     assert not any(general.two_shot(tokens, True) for tokens in general.tokens)
@@ -334,18 +335,26 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Ranks]:
     folder = tmp_path_factory.mktemp("emulator")
 
     @cache
-    def library(cut: str, tokens: int, weights: torch.dtype | None, two_shot: bool | None) -> tuple[Any, Geometry, int]:
+    def library(
+        cut: str, tokens: int, weights: torch.dtype | None, two_shot: bool | None, cells: bool
+    ) -> tuple[Any, Geometry, int]:
         hidden, latent, world, capacity = CUTS[cut]
         g = Geometry.choose(hidden, latent, world, arch="sm_90a", capacity=capacity)
         assert (g.box_rows > 0) == (cut in BOXES)
         assert not two_shot or g.two_shot(tokens, two_shot)
-        place = folder / f"{cut} {tokens} {weights} {two_shot}"
-        return tail_emulator.build(place, g, tokens, weights, RINGS.get(cut, 0), two_shot), g, tokens
+        place = folder / f"{cut} {tokens} {weights} {two_shot} {cells}"
+        return tail_emulator.build(place, g, tokens, weights, RINGS.get(cut, 0), two_shot, cells), g, tokens
 
     def make(
-        cut: str, tokens: int = 16, weights: torch.dtype | None = None, two_shot: bool | None = None, **options: Any
+        cut: str,
+        tokens: int = 16,
+        weights: torch.dtype | None = None,
+        two_shot: bool | None = None,
+        cells: bool = False,
+        **options: Any,
     ) -> Ranks:
-        return Ranks(*library(cut, tokens, weights, two_shot), two_shot=two_shot, **options)
+        made = library(cut, tokens, weights, two_shot, cells)
+        return Ranks(*made, two_shot=two_shot, cells=cells, **options)
 
     return make
 
@@ -381,15 +390,17 @@ def exact(group: Ranks, m: int, seed: int = 0, **kind: Any) -> tuple[reference.C
 
 @NEEDS_GXX
 @pytest.mark.parametrize(
-    ("cut", "overlap"),
+    ("cut", "overlap", "cells"),
     [
-        *((cut, Overlap.NONE) for cut in CUTS),
-        *((cut, overlap) for cut in ("three", "boxes") for overlap in (Overlap.PDL, Overlap.FOREIGN)),
+        *((cut, Overlap.NONE, False) for cut in CUTS),
+        *((cut, overlap, False) for cut in ("three", "boxes") for overlap in (Overlap.PDL, Overlap.FOREIGN)),
+        *((cut, overlap, True) for cut in ("three", "boxes") for overlap in (Overlap.NONE, Overlap.PDL)),
+        ("long rows", Overlap.NONE, True),
     ],
 )
-def test_the_kernels_compute_the_tail(ranks: Callable[..., Ranks], cut: str, overlap: Overlap) -> None:
+def test_the_kernels_compute_the_tail(ranks: Callable[..., Ranks], cut: str, overlap: Overlap, cells: bool) -> None:
     """Chains of calls of changing m, in both forms, ranks running ahead of each other: all regions, all clears."""
-    group = ranks(cut)
+    group = ranks(cut, cells=cells)
     kept = []
     rows = (9, 1, 5, 16, 2, 1, 8) if cut not in ("sixteen", "long rows") else (3, 9)
     for number, m in enumerate(rows):
@@ -707,10 +718,7 @@ WRONG = {
     "one gather mailbox": ("& 1) * a.gather_bytes", "& 0) * a.gather_bytes"),
     "nobody waits for credits": ("while (acquire_sys(&w.counters->credits[peer]) < w.call) patience", "patience"),
     "credits of the call before": ("credits[peer]) < w.call)", "credits[peer]) + 1 < w.call)"),
-    "cells are not waited for": ("while (cells.missing()) {", "while (false) {"),
-    "products are not emptied": ("store_gpu(products + s * C, empty(uint4()));", ""),
-    "squares are not emptied": ("store_gpu(squares + s * (C / 4), EMPTY);", ""),
-    "squares for one unit": ("/ 4; i += 32) store_gpu(to + i", "/ 4; i += 32) store_gpu(to"),
+    "groups do not wait for their slices": ("if (before % SLICES != SLICES - 1)", "if (false)"),
     "a column too far": ("column = slice * SLICE + 8 * t;", "column = slice * SLICE + 8 * (t ^ 1);"),
     "empty words are sent as they are": ("    v = publishable(v);\n", ""),
 }
@@ -733,7 +741,6 @@ WRONG_BOXES = {
 """Likewise of sm_90a's path."""
 
 WRONG_TWO_SHOTS = {
-    "groups do not wait for their slices": ("boxes", "if (before % SLICES != SLICES - 1)", "if (false)"),
     "squares by who does not know of them": ("boxes", "ABLE = K3_TWO_SHOT ? 128 * M_TILES : ", "ABLE = "),
     "nobody waits for the others' sums": ("boxes", "while (acquire(summed_of(a, slice) + i) <= call)", "while (false)"),
     "sums of the call before": ("boxes", "summed_of(a, slice) + i) <= call)", "summed_of(a, slice) + i) < call)"),
@@ -752,6 +759,14 @@ WRONG_TWO_SHOTS = {
     "squares of one group's rows": ("boxes", "token = threadIdx.x * GROUPS + group;", "token = threadIdx.x * GROUPS;"),
 }
 """Likewise of the sums in two shots, each with the cut that shows it."""
+
+WRONG_CELLS = {
+    "cells are not waited for": ("while (cells.missing()) {", "while (false) {"),
+    "products are not emptied": ("store_gpu(products + s * C, empty(uint4()));", ""),
+    "squares are not emptied": ("store_gpu(squares + s * (C / 4), EMPTY);", ""),
+    "squares for one unit": ("/ 4; i += 32) store_gpu(to + i", "/ 4; i += 32) store_gpu(to"),
+}
+"""Likewise of products that are their own flags."""
 
 WRONG_ORDER = {
     "calls do not wait for credits": (Overlap.FOREIGN, "while (seen < w.call) {", "while (false) {"),
@@ -786,6 +801,18 @@ WRONG_ORDER = {
 @pytest.mark.parametrize("wrong", WRONG)
 def test_a_wrong_kernel_is_seen(wrong: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert is_seen("three", WRONG[wrong], tmp_path, monkeypatch)
+
+
+@NEEDS_GXX
+@pytest.mark.parametrize("wrong", WRONG_CELLS)
+def test_wrong_cells_are_seen(wrong: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert is_seen("three", WRONG_CELLS[wrong], tmp_path, monkeypatch, cells=True)
+
+
+@NEEDS_GXX
+def test_right_cells_are_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    same = "PHASE_COMPLETION = 1"
+    assert not is_seen("three", (same, same), tmp_path, monkeypatch, seeds=3, cells=True)
 
 
 @NEEDS_GXX
@@ -861,6 +888,7 @@ def is_seen(
     seeds: int = 6,
     overlap: Overlap = Overlap.NONE,
     two_shot: bool = False,
+    cells: bool = False,
 ) -> bool:
     """Whether a chain of calls shows that the source was changed."""
     mutate(change, tmp_path)
@@ -869,9 +897,10 @@ def is_seen(
     g = Geometry.choose(hidden, latent, world, arch="sm_90a", capacity=capacity)
     tokens = 64 if g.box_rows else 16
     assert g.two_shot(tokens, two_shot) == two_shot
-    library = tail_emulator.build(tmp_path / "built", g, tokens, ring=RINGS.get(cut, 0), two_shot=two_shot)
+    kind = {"two_shot": two_shot, "cells": cells}
+    library = tail_emulator.build(tmp_path / "built", g, tokens, ring=RINGS.get(cut, 0), **kind)
     deadline = 2e-2 if g.box_rows else 5e-3  # boxes take their time
-    group = Ranks(library, g, tokens, deadline=deadline, two_shot=two_shot)
+    group = Ranks(library, g, tokens, deadline=deadline, **kind)
     rows = (36, 1, 17, 2, 33, 3) if g.box_rows else (12, 1, 9, 2, 12, 3)
     if overlap.value:  # of many rows, so that all threads have work up to a call's end
         rows = (12,) * 8

@@ -27,6 +27,7 @@ def test_choices() -> None:
     ("arguments", "text"),
     [
         (["--windows", "3"], "'3' given; accepted are two numbers from 1"),
+        (["--windows", "3x4294967296"], "'3x4294967296' given; accepted are two numbers from 1 to 256"),
         (["--windows", "3x0"], "'3x0' given; accepted are two numbers from 1"),
         (["--windows", "3x3,axb"], "'axb' given; accepted are two numbers from 1"),
         (["--rows", "0"], "'0' given; accepted are numbers from 1 to 64"),
@@ -45,3 +46,6 @@ def test_alone_it_says_how_it_is_started() -> None:
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
     assert done.returncode == 1
     assert "torchrun" in done.stderr
+    done = subprocess.run([*command, "--cells"], capture_output=True, text=True, check=False, timeout=120)
+    assert done.returncode == 1
+    assert "--cells given without --whole" in done.stderr
