@@ -171,6 +171,10 @@ def main() -> int:
         "--device", default="cpu", choices=("cpu", "cuda"), help="where the layer runs (default: %(default)s)"
     )
     options = parser.parse_args()
+    if "RANK" in os.environ:
+        parser.error(
+            f"started as rank {os.environ['RANK']}, by torchrun it seems; it starts its ranks itself (--ranks)"
+        )
     # In bfloat16 the layer rounds half a dozen times, 1.7e-3 (rms) each: 4e-3 is what to expect.
     bound = 5e-6 if options.dtype == "float32" else 6e-3
 
