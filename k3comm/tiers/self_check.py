@@ -10,6 +10,7 @@ sums in rank order: it gets entries whose sum in any other order has other bits.
 
 from __future__ import annotations
 
+import attrs
 import torch
 from torch import Tensor
 
@@ -30,6 +31,7 @@ def check_sums(
     ordered: bool = False,
     deferred: torch.dtype | None = None,
     next_norm: bool = False,
+    latent_norm: bool = False,
 ) -> Verdict:
     """Runs a prepared tier on `rows` rows, in each lane that has memory of its own. Collective.
 
@@ -38,9 +40,10 @@ def check_sums(
             with a single one in each, else a projection that does the same.
         deferred: the routed sums are given as one expert's rows with a weight of one, of this dtype.
         next_norm: the RMSNorm of the result is asked for too, and looked at.
+        latent_norm: a second call is of the routed sums alone, with their RMSNorm.
 
     Returns:
-        Yes, or no with SELF_CHECK if a bit differs on this rank; in the next norm, more than two roundings.
+        Yes, or no with SELF_CHECK if a bit differs on this rank; in either norm, more than two roundings.
     """
     spec, world = context.spec, context.world_size
     table = _ordered_table(world) if ordered else _integer_table(world)
@@ -91,7 +94,25 @@ def check_sums(
         if call.normed is not None:
             normed = dense.rms_norm(expected.float(), gain, spec.rms_eps)
             right = torch.allclose(call.normed.float(), normed, rtol=2**-7, atol=0) and right
+        if latent_norm:
+            call = _of_routed_alone(call, spec.latent_size)
+            normed = dense.rms_norm(total[latent], torch.ones(spec.latent_size, device="cpu"), spec.rms_eps)[:, taps]
+            right = torch.allclose(tier.run(call).float().cpu(), normed, rtol=2**-7, atol=0) and right
     return Verdict.yes() if right else Verdict.no(Reason.SELF_CHECK)
+
+
+def _of_routed_alone(call: TailCall, latent_size: int) -> TailCall:
+    """The same routed sums with an RMSNorm and its weights of one; nothing is added to them."""
+    ones = torch.ones(latent_size, dtype=call.shared.dtype, device=call.shared.device)
+    return attrs.evolve(
+        call,
+        shared=torch.zeros_like(call.shared),
+        residual=None,
+        weights=attrs.evolve(call.weights, norm_weight=ones),
+        next_norm_weight=None,
+        normed=None,
+        plan=attrs.evolve(call.plan, next_norm=False),
+    )
 
 
 def _one_expert(routed: Tensor, dtype: torch.dtype) -> Deferred:

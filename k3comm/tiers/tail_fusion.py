@@ -115,7 +115,15 @@ class Plugin(TailTier):
         try:
             # All of them, also after one that is wrong: peers go through the same calls.
             words = [
-                check_sums(self, context, rows, ordered=True, deferred=dtype, next_norm=dtype is None)
+                check_sums(
+                    self,
+                    context,
+                    rows,
+                    ordered=True,
+                    deferred=dtype,
+                    next_norm=dtype is None,
+                    latent_norm=dtype is None,
+                )
                 for rows in CHECKED_ROWS
                 for dtype in (None, *WEIGHT_DTYPES)
             ]

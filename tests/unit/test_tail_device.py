@@ -495,21 +495,24 @@ def on_ranks(fn: Callable[[Rank], Any]) -> list[Any]:
 
 
 @NEEDS_GXX
-def test_it_checks_itself_and_finds_a_wrong_sum(room: Room, monkeypatch: pytest.MonkeyPatch) -> None:
-    def rank_of(rank: Rank) -> tuple[bool, int, bool]:
+def test_it_checks_itself_and_finds_a_wrong_sum_and_a_wrong_norm(room: Room, monkeypatch: pytest.MonkeyPatch) -> None:
+    def rank_of(rank: Rank) -> tuple[bool, int, bool, bool]:
         found = bool(rank.tier.self_check(rank.context))
         rank.exchange.gather(b"")
         launched = room.launched
         rank.exchange.gather(b"")
-        # A check that can't fail is none: one rank sends another number.
+        # A check that can't fail is none: one rank sends another number; the norm is off by two hundredths.
+        run = rank.tier.run
         if rank.exchange.rank == 1:
-            run = rank.tier.run
             rank.tier.run = lambda call: run(attrs.evolve(call, shared=call.shared + 1))  # type: ignore[method-assign]
-        return found, launched, bool(check_sums(rank.tier, rank.context, 3, ordered=True))
+        wrong_sum = bool(check_sums(rank.tier, rank.context, 3, ordered=True))
+        rank.tier.run = lambda call: run(call) if call.weights.norm_weight is None else run(call) * 1.02  # type: ignore[method-assign]
+        wrong_norm = bool(check_sums(rank.tier, rank.context, 3, ordered=True, latent_norm=True))
+        return found, launched, wrong_sum, wrong_norm
 
     kinds = len(CHECKED_ROWS) * (1 + len(WEIGHT_DTYPES))
-    launched = LANES * (2 * kinds + len(CHECKED_ROWS))  # and the next norms
-    assert on_ranks(rank_of) == [(True, launched, False)] * WORLD
+    launched = LANES * (2 * kinds + 3 * len(CHECKED_ROWS))  # and the next norms, and calls for the latent one
+    assert on_ranks(rank_of) == [(True, launched, False, False)] * WORLD
 
 
 @NEEDS_GXX
