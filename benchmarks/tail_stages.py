@@ -62,7 +62,7 @@ EDGE = 8
 # Sources
 
 
-SOURCES = ("tail_fusion.cu", "tail_hopper.cuh", "tail_two_shot.cuh")
+SOURCES = ("tail_fusion.cu", "tail_hopper.cuh", "tail_two_shot.cuh", "tail_finish.cuh")
 
 
 class Edit(NamedTuple):

@@ -46,9 +46,10 @@ SOURCES = {
     "tail_fusion.cu": "tail_fusion.cpp",
     "tail_general.cuh": "tail_general.cuh",
     "tail_hopper.cuh": "tail_hopper.cuh",
+    "tail_finish.cuh": "tail_finish.cuh",
     "tail_two_shot.cuh": "tail_two_shot.cuh",
 }
-"""What declares shared memory, and its copy's name."""
+"""The kernels, in whose copies shared memory is declared otherwise, and the copies' names."""
 
 SHARED = {
     r"extern __shared__ __align__\(\d+\) char memory\[\];": "char* memory = dynamic_shared();",
