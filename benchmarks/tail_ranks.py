@@ -9,8 +9,8 @@ printed are the better one and, behind a plus, by how much the other one was wor
 
 `--windows`: boxes of weights in flight before and after the kernel in front of a call is over, as `Geometry.windows`
 says by itself. `--shots`: rows in one shot, and from 17 on in two (tail_two_shot.cuh), whatever ships; kernels of fewer
-rows are the same. `--whole`: one kernel a call. `--plain`: no programmatic launch. `--isolated`: before each call a
-kernel writes twice the L2 cache, whose own time is taken off.
+rows are the same. `--whole`: one kernel a call; `--cells`: its products as their own flags too. `--plain`: no
+programmatic launch. `--isolated`: before each call a kernel writes twice the L2 cache, whose own time is taken off.
 """
 
 from __future__ import annotations

@@ -583,9 +583,9 @@ def main() -> None:
     if unknown:
         there = f"sections {', '.join(SECTIONS)}, and kinds {', '.join(KINDS)}"
         raise SystemExit(f"{', '.join(unknown)}: not known; there are {there}")
-    lab.need_gpu()
     if {"one-shot", "two-shots"} <= {*arguments}:
         raise SystemExit("one-shot and two-shots given; accepted is one of them, or none for what ships")
+    lab.need_gpu()
     kind = Kind(**{name.replace("-", "_"): name in arguments for name in KINDS})
     lab.say(f"{torch.cuda.get_device_name()}, {lab.sms()} SMs, torch {torch.__version__}, {kind}")
     cut = lab.geometry(lab.K3, WORLD, lab.sms())

@@ -28,7 +28,6 @@ import attrs
 import torch
 from torch import Tensor
 
-from k3comm.buffers.mailbox import EMPTY
 from k3comm.kernels.compile import KernelVariant, compile_kernel
 from k3comm.kernels.expiry import RECORD_WORDS
 from k3comm.kernels.finalize import Deferred
@@ -54,6 +53,9 @@ COMPLETIONS: Final = 1 << 20
 
 COUNTER_BYTES: Final = 12 * MAX_CELLS + 128 + 128
 """Of a lane's counters: zeros at the start, like `struct Counters` of mailbox.cuh."""
+
+EMPTY_BYTE: Final = 0xFF
+"""Each one of an empty word, as in mailbox.cuh."""
 
 CREDITS: Final = COUNTER_BYTES - 8 * MAX_WORLD
 """Where the credits are in the counters."""
@@ -464,7 +466,7 @@ class TailKernels:
         for workspace in self._workspaces:
             workspace[flags:].zero_()
             if self._cells:
-                workspace[-self.geometry.cell_bytes :].fill_(EMPTY & 0xFF)
+                workspace[-self.geometry.cell_bytes :].fill_(EMPTY_BYTE)
 
     def _lane_arguments(
         self, lane: LaneAddresses, workspace: Tensor, eps: float, deadline: float, link_cycles: int

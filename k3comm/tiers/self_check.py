@@ -40,7 +40,7 @@ def check_sums(
             with a single one in each, else a projection that does the same.
         deferred: the routed sums are given as one expert's rows with a weight of one, of this dtype.
         next_norm: the RMSNorm of the result is asked for too, and looked at.
-        latent_norm: a second call is of the routed sums alone, with their RMSNorm.
+        latent_norm: a second call is of the routed sums alone, each row times a power of two, with their RMSNorm.
 
     Returns:
         Yes, or no with SELF_CHECK if a bit differs on this rank; in either norm, more than two roundings.
@@ -95,17 +95,22 @@ def check_sums(
             normed = dense.rms_norm(expected.float(), gain, spec.rms_eps)
             right = torch.allclose(call.normed.float(), normed, rtol=2**-7, atol=0) and right
         if latent_norm:
-            call = _of_routed_alone(call, spec.latent_size)
-            normed = dense.rms_norm(total[latent], torch.ones(spec.latent_size, device="cpu"), spec.rms_eps)[:, taps]
+            # Powers of two change no bit of a sum's mantissa, and no row's mean square is near that of the call before
+            # or of a neighbour.
+            scales = 2.0 ** (1 + torch.arange(rows, device="cpu") % _ENTRIES)[:, None]
+            call = _of_routed_alone(call, spec.latent_size, scales)
+            ones = torch.ones(spec.latent_size, device="cpu")
+            normed = dense.rms_norm(total[latent] * scales, ones, spec.rms_eps)[:, taps]
             right = torch.allclose(tier.run(call).float().cpu(), normed, rtol=2**-7, atol=0) and right
     return Verdict.yes() if right else Verdict.no(Reason.SELF_CHECK)
 
 
-def _of_routed_alone(call: TailCall, latent_size: int) -> TailCall:
-    """The same routed sums with an RMSNorm and its weights of one; nothing is added to them."""
+def _of_routed_alone(call: TailCall, latent_size: int, scales: Tensor) -> TailCall:
+    """The same routed sums, rows times `scales` [m, 1], with an RMSNorm of weights of one; nothing is added to them."""
     ones = torch.ones(latent_size, dtype=call.shared.dtype, device=call.shared.device)
     return attrs.evolve(
         call,
+        routed=call.routed * scales.to(call.routed),
         shared=torch.zeros_like(call.shared),
         residual=None,
         weights=attrs.evolve(call.weights, norm_weight=ones),

@@ -119,6 +119,19 @@ def build(
     return ctypes.CDLL(str(folder / "emulator.so"))
 
 
+def mutate(change: tuple[str, str], folder: Path) -> None:
+    """The kernels' source with a change, in another folder."""
+    old, new = change
+    found = False
+    for path in FOLDER.glob("*.cu*"):
+        text = path.read_text(encoding="utf-8")
+        if path.name in (*SOURCES, "mailbox.cuh"):
+            found |= old in text
+            text = text.replace(old, new)
+        (folder / path.name).write_text(text, encoding="utf-8")
+    assert found
+
+
 @attrs.frozen
 class Step:
     """A kernel as it was launched."""

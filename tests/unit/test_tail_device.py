@@ -10,6 +10,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache, partial
+from pathlib import Path
 from typing import Any
 
 import attrs
@@ -513,6 +514,24 @@ def test_it_checks_itself_and_finds_a_wrong_sum_and_a_wrong_norm(room: Room, mon
     kinds = len(CHECKED_ROWS) * (1 + len(WEIGHT_DTYPES))
     launched = LANES * (2 * kinds + 3 * len(CHECKED_ROWS))  # and the next norms, and calls for the latent one
     assert on_ranks(rank_of) == [(True, launched, False, False)] * WORLD
+
+
+@NEEDS_GXX
+def test_it_finds_squares_of_the_call_before(room: Room, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sums alone don't show them, nor does a norm of the same rows."""
+    change = "if (FLAGGED || lane == 0) put_square(", "if (!a.norm && lane == 0) put_square("
+    tail_emulator.mutate(change, tmp_path)
+    monkeypatch.setattr(tail_emulator, "FOLDER", tmp_path)
+    geometry = Geometry.choose(HIDDEN, LATENT, WORLD, arch=ROOM[0], capacity=ROOM[1])
+    wrong = tail_emulator.build(tmp_path / "built", geometry, geometry.tokens[-1])
+    monkeypatch.setattr(Emulated, "room", Room(lambda kind: wrong, WORLD, Arguments))
+
+    def rank_of(rank: Rank) -> list[bool]:
+        return [
+            bool(check_sums(rank.tier, rank.context, 4, ordered=True, latent_norm=normed)) for normed in (False, True)
+        ]
+
+    assert on_ranks(rank_of) == [[True, False]] * WORLD
 
 
 @NEEDS_GXX

@@ -628,7 +628,7 @@ def test_what_a_finalize_leaves_in_its_own_mailbox_is_seen(
     ranks: Callable[..., Ranks], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ready, later = ranks("boxes"), ranks("boxes", 16, torch.float32)
-    mutate(("!(is_latent && used & 1)", "true"), tmp_path)
+    tail_emulator.mutate(("!(is_latent && used & 1)", "true"), tmp_path)
     monkeypatch.setattr(tail_emulator, "FOLDER", tmp_path)
     wrong = tail_emulator.build(tmp_path / "built", ready.geometry, 16)
     assert not turns(ready, [wrong, later.library])
@@ -867,19 +867,6 @@ def test_a_wrong_order_is_seen_on_sm_90a_s_path(tmp_path: Path, monkeypatch: pyt
     assert is_seen("boxes", change, tmp_path, monkeypatch, seeds=3, overlap=Overlap.PDL)
 
 
-def mutate(change: tuple[str, str], folder: Path) -> None:
-    """The kernels' source with a change, in another folder."""
-    old, new = change
-    found = False
-    for path in FOLDER.glob("*.cu*"):
-        text = path.read_text(encoding="utf-8")
-        if path.name in (*tail_emulator.SOURCES, "mailbox.cuh"):
-            found |= old in text
-            text = text.replace(old, new)
-        (folder / path.name).write_text(text, encoding="utf-8")
-    assert found
-
-
 def is_seen(
     cut: str,
     change: tuple[str, str],
@@ -891,7 +878,7 @@ def is_seen(
     cells: bool = False,
 ) -> bool:
     """Whether a chain of calls shows that the source was changed."""
-    mutate(change, tmp_path)
+    tail_emulator.mutate(change, tmp_path)
     monkeypatch.setattr(tail_emulator, "FOLDER", tmp_path)
     hidden, latent, world, capacity = CUTS[cut]
     g = Geometry.choose(hidden, latent, world, arch="sm_90a", capacity=capacity)
