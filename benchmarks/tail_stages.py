@@ -275,7 +275,7 @@ weights + LANDED + 8 * place, policy);
         "  expect_finished(a, units);\n  wait_for_predecessor();",
         "\n  if (threadIdx.x == 0) stamp(a, call, AT_STARTED, began);\n  stamp(a, call, AT_KNOWN);",
     ),
-    behind("  add_ranks<COUNT, uint2>(total, from, w, PHASE_SHARED, token);", "stamp(a, call, AT_RECEIVED);"),
+    behind("  add_ranks<Rest::COUNT, uint2>(total, from, w, PHASE_SHARED, token);", "stamp(a, call, AT_RECEIVED);"),
     # The next two places are all of a loop, and what is behind them is behind the loop.
     behind(
         "    else finish_unit(a, call, region, units.token(i), units.column(i));\n  }",

@@ -7,7 +7,8 @@ struct Units {
   DEVICE int column(int i) const { return 4 * (first + i % per_row); }
 };
 
-// As `expect_published`: hints the residual and this rank's own shared columns into L2. Where C is not a multiple of 64 some lines go without.
+// As `expect_published`: hints the residual and this rank's own shared columns into L2. Where C is not a multiple of 64
+// some lines go without.
 DEVICE void expect_finished(const Arguments& a, const Units& units) {
   if (threadIdx.x % 16) return;  // a thread a line
   for (int i = units.from; i < units.count; i += units.step) {
@@ -24,7 +25,8 @@ DEVICE float4 load_partial(const float* p) {
 
 // What four columns need beside the slices' products.
 struct Rest {
-  uint2 shared[W < AT_ONCE ? W : AT_ONCE];
+  static constexpr int COUNT = W < AT_ONCE ? W : AT_ONCE;  // ranks at once
+  uint2 shared[COUNT];
   float residual[4] = {}, bias[4] = {};
 };
 
@@ -51,13 +53,12 @@ DEVICE void ask_rest(Rest& rest, const Arguments& a, int region, int token, int 
 // rank.
 DEVICE void close_unit(const Arguments& a, u64 call, int region, int token, int column, Rest& rest, float (&y)[4],
                        float sum) {
-  constexpr int COUNT = W < AT_ONCE ? W : AT_ONCE;
   const Slots from = shared_slots(a, region, token, column);
   const Waiting w = waiting(a, call);
   float total[4];
   receive<0>(rest.shared, from, w, PHASE_SHARED, token);
   add<0>(total, rest.shared);
-  add_ranks<COUNT, uint2>(total, from, w, PHASE_SHARED, token);
+  add_ranks<Rest::COUNT, uint2>(total, from, w, PHASE_SHARED, token);
   const float r = a.norm ? __frsqrt_rn(sum / (float)L + a.eps) : 1.0f;
 #pragma unroll
   for (int k = 0; k < 4; k++) {
