@@ -34,7 +34,7 @@ constexpr int Z = RING_BOXES * BOX_BYTES, SQUARES = Z + Z_RING * Z_STRIPE;
 constexpr int LANDED = SQUARES + (4 * (K3_TWO_SHOT ? SHARE : TOKENS) * STRIPES + 7) / 8 * 8, FREE = LANDED + 8 * RING_BOXES;
 constexpr int Z_LANDED = FREE + 8 * RING, Z_FREE = Z_LANDED + (K3_TWO_SHOT ? 8 * Z_RING : 0);
 constexpr int NUMBER = Z_FREE + (K3_TWO_SHOT ? 8 * Z_RING : 0), PROGRESS = NUMBER + 8, USED = PROGRESS + 4;
-static_assert(USED + 4 == K3_SHARED_BYTES);
+static_assert(USED + 4 == K3_SHARED_BYTES && LANDED % 8 == 0);
 
 // The loading warp. It touches nothing but weights, so it waits for no other kernel, unless they were made just now.
 DEVICE void load_weights(const Arguments& a) {

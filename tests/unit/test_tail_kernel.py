@@ -323,9 +323,10 @@ CUTS = {
     "wide boxes": (448, 256, 4, 3),
     "ring of boxes": (448, 256, 2, 2),
     "ring of sums": (384, 256, 2, 4),
+    "odd shares": (640, 192, 2, 6),
     "boxes of six": (384, 64, 6, 2),
 }
-BOXES = ("boxes", "wide boxes", "ring of boxes", "ring of sums", "boxes of six")
+BOXES = ("boxes", "wide boxes", "ring of boxes", "ring of sums", "odd shares", "boxes of six")
 RINGS = {"ring of boxes": 2, "ring of sums": 2}
 """Stripes of weights in shared memory, of four."""
 
@@ -417,6 +418,7 @@ def test_the_kernels_compute_the_tail(ranks: Callable[..., Ranks], cut: str, ove
     [
         *(("boxes", overlap, (40, 17)) for overlap in Overlap),
         ("ring of sums", Overlap.NONE, (40,)),
+        ("odd shares", Overlap.NONE, (17,)),  # 13 rows a group and 3 stripes: barriers once lay at odd words
         pytest.param("boxes", Overlap.PDL, (64, 33, 17, 40), marks=pytest.mark.slow),
         pytest.param("wide boxes", Overlap.PDL, (17,), marks=pytest.mark.slow),
         pytest.param("boxes of six", Overlap.NONE, (17,), marks=pytest.mark.slow),
