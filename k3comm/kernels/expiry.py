@@ -28,8 +28,11 @@ PHASES: Final = {
 }
 """`enum Phase` of mailbox.cuh, and `enum LanePhase` of lane_one_shot.cu."""
 
-OWN_PHASES: Final = ("completion", "partials")
-"""In which a rank waits for its own kernels, or for other blocks of one."""
+OWN_PHASES: Final = {
+    "completion": "a kernel of this rank did not end",
+    "partials": "its other blocks did not come",
+}
+"""In which a rank waits for its own kernels, or for other blocks of one; and what to say of it."""
 
 OPERATIONS: Final = {1: "moe_tail"}
 """`enum Operation` of mailbox.cuh."""
@@ -93,10 +96,7 @@ class Expired:
             f"{self.lane}, phase {self.phase}, token {self.token}: "
         )
         if self.peer == self.rank and self.phase in OWN_PHASES:
-            waited = (
-                "a kernel of this rank did not end" if self.phase == "completion" else "its other blocks did not come"
-            )
-            return PeerTimeoutError(f"{what}{waited} within {seconds:g} s", (self.peer,))
+            return PeerTimeoutError(f"{what}{OWN_PHASES[self.phase]} within {seconds:g} s", (self.peer,))
         return PeerTimeoutError(
             f"{what}nothing from rank {self.peer} within {seconds:g} s (settings.poll_deadline); it is late, or gone",
             (self.peer,),

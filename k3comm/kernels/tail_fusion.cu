@@ -355,8 +355,7 @@ DEVICE void split(const float (&x)[8], uint4& high, uint4& low) {
 // trips more. Each word has one reader, who empties it: squares are there once for each unit of four columns. What
 // call n empties is written again behind the wait of call n + 1 for all calls before it.
 DEVICE u32* product_cells(const Arguments& a, int token, int column) {
-  constexpr u64 BEHIND = (u64)MAX_ROWS * SLICES * C + K3_CELLS_AT / 4;  // the partial products, and what is behind them
-  return (u32*)a.partials + BEHIND + ((u64)token * SLICES * C + column);  // slices are C apart
+  return (u32*)a.partials + K3_CELLS_AT / 4 + ((u64)token * SLICES * C + column);  // slices are C apart
 }
 DEVICE u32* square_cells(const Arguments& a, int token, int column) {
   return product_cells(a, K3_CELL_ROWS, 0) + ((u64)token * SLICES * C + column) / 4;  // slices are C / 4 apart

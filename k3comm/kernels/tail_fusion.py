@@ -162,7 +162,7 @@ def kernel_variant(
             "K3_SHARED_BYTES": geometry.shared_bytes(tokens, two_shot) if boxed else 0,
             "K3_MAX_ROWS": MAX_ROWS,
             "K3_CELL_ROWS": CELL_ROWS if cells else 0,
-            "K3_CELLS_AT": geometry.square_bytes + geometry.two_shot_bytes(True) if cells else 0,
+            "K3_CELLS_AT": geometry.cells_at if cells else 0,
             "K3_COUNTER_BYTES": COUNTER_BYTES,
             "K3_ARGUMENT_BYTES": ctypes.sizeof(Arguments),
             "K3_MULTICAST": transport == "multicast",
@@ -419,9 +419,7 @@ class TailKernels:
         self.record = torch.zeros(RECORD_WORDS, dtype=torch.int32, pin_memory=True)
         options: dict[str, Any] = {"transport": transport, "credits": credits, "link": link_cycles > 0}
         options |= {"weights": weights, "two_shot": two_shot, "cells": cells}
-        self._windows = windows
-        self._two_shot = two_shot
-        self._pdl = settings.pdl
+        self._windows = {m: windows or geometry.windows(m, two_shot, pdl=settings.pdl) for m in range(1, MAX_ROWS + 1)}
 
         def launch(entry: Entry, grid: int, block: int, shared: int = 0, **kind: Any) -> Launch:
             compiled = compile_kernel(kernel_variant(geometry, entry, **options, **kind), geometry.arch, settings)
@@ -583,7 +581,7 @@ class TailKernels:
             a.next_norm, a.normed = next_norm_weight.data_ptr(), normed.data_ptr()
             a.flags |= NEXT_NORM_FP32 * (next_norm_weight.dtype == torch.float32)
         a.out, a.rows, a.layer, a.scale = out.data_ptr(), rows, layer, routed_scale
-        a.window, a.poll_window = self._windows or geometry.windows(rows, self._two_shot, pdl=self._pdl)
+        a.window, a.poll_window = self._windows[rows]
         packed = bytes(a)
         self._first[form, tokens, dtype](packed)
         if form is Form.SPLIT:

@@ -3,9 +3,9 @@
 The grid of the exchange is groups x slices, the same for every m: a CTA owns one slice of the L latent
 columns and one group of this rank's H/W output columns. It needs its own slice of the latent mailbox only, so every CTA
 does its share of the exchange and, but for two shots, nothing is handed over; the slices' partial products meet in the
-finish. All CTAs are
-resident at once, one an SM, since they wait for other ranks. No order of additions depends on m, so a row's bits don't
-either; they do depend on the geometry, which follows from the shape, the architecture and the SMs alone.
+finish. All CTAs are resident at once, one an SM, since they wait for other ranks. No order of additions depends on m,
+so a row's bits don't either; they do depend on the geometry, which follows from the shape, the architecture and the SMs
+alone.
 
 A slice is at most MAX_SLICE columns: a tensor core truncates its sums, and a long chain of them has a bias (0.7e-6 of
 the product after 32 steps by a model without guard bits, where K0 allows 2e-6); slices are added by rounding additions.
@@ -228,10 +228,13 @@ class Geometry:
         Args:
             asked: what a benchmark wants, where it can be had; None is what ships.
         """
-        share = -(-tokens // self.groups)  # rows that a group sums
-        few = share * self.slice_width // 8 <= TURNS * self.threads
+        few = self._share(tokens) * self.slice_width // 8 <= TURNS * self.threads
         can = self.box_rows > 0 and tokens > BOX_RESIDENT and self.groups > 1 and few
         return can and (tokens * self.world_size >= TWO_SHOT_ROWS if asked is None else asked)
+
+    def _share(self, tokens: int) -> int:
+        """Rows that a group sums in two shots."""
+        return -(-tokens // self.groups)
 
     def shared_bytes(self, tokens: int, two_shot: bool | None = None) -> int:
         """Dynamic shared memory a CTA of the exchange, for so many rows at once."""
@@ -267,19 +270,25 @@ class Geometry:
         """Of products that are their own flags: fp32 [CELL_ROWS, slices, H/W], and of squares, one for four of them."""
         return 4 * CELL_ROWS * self.slices * (self.columns + self.columns // 4)
 
+    @property
+    def cells_at(self) -> int:
+        """Where these are in a workspace, in bytes: behind what two shots need, whether that is there or not."""
+        return self.workspace_bytes(True)
+
     def workspace_bytes(self, two_shot: bool | None = None, *, cells: bool = False) -> int:
         """Of partial products, squares, what two shots need, and cells, one behind the other. One a lane.
 
         Args:
             two_shot: as `two_shot` takes it.
-            cells: whether there are any; they lie where they would behind two shots, whether these are there or not.
+            cells: whether there are any.
         """
-        size = self.partial_bytes + self.square_bytes + self.two_shot_bytes(True if cells else two_shot)
-        return size + cells * self.cell_bytes
+        if cells:
+            return self.cells_at + self.cell_bytes
+        return self.partial_bytes + self.square_bytes + self.two_shot_bytes(two_shot)
 
     def _box_bytes(self, tokens: int, ring: int, two_shot: bool | None, z_ring: int | None = None) -> int:
         twice = self.two_shot(tokens, two_shot)
-        z_ring, summed = (z_ring or self.z_ring, -(-tokens // self.groups)) if twice else (None, None)
+        z_ring, summed = (z_ring or self.z_ring, self._share(tokens)) if twice else (None, None)
         return _box_shared_bytes(self.group_tiles * TILE, self.slice_width, tokens, ring, z_ring, summed)
 
     def windows(self, rows: int, two_shot: bool | None = None, *, pdl: bool = True) -> tuple[int, int]:

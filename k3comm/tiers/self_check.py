@@ -66,6 +66,13 @@ def check_sums(
     )
     mine = table[context.rank].to(context.dtype)
     gain = torch.ones(spec.hidden_size, dtype=context.dtype, device=context.device)
+    # Powers of two change no bit of a sum's mantissa, and no row's mean square is near that of the call before or of a
+    # neighbour.
+    scales = 2.0 ** (1 + torch.arange(rows, device="cpu") % _ENTRIES)[:, None]
+    latent_normed = None
+    if latent_norm:
+        ones = torch.ones(spec.latent_size, device="cpu")
+        latent_normed = dense.rms_norm(total[latent] * scales, ones, spec.rms_eps)[:, taps].to(context.device)
     right = True
     for lane in range(1 if context.memory is None else context.lanes):
         plan = Plan(
@@ -94,14 +101,9 @@ def check_sums(
         if call.normed is not None:
             normed = dense.rms_norm(expected.float(), gain, spec.rms_eps)
             right = torch.allclose(call.normed.float(), normed, rtol=2**-7, atol=0) and right
-        if latent_norm:
-            # Powers of two change no bit of a sum's mantissa, and no row's mean square is near that of the call before
-            # or of a neighbour.
-            scales = 2.0 ** (1 + torch.arange(rows, device="cpu") % _ENTRIES)[:, None]
-            call = _of_routed_alone(call, spec.latent_size, scales)
-            ones = torch.ones(spec.latent_size, device="cpu")
-            normed = dense.rms_norm(total[latent] * scales, ones, spec.rms_eps)[:, taps]
-            right = torch.allclose(tier.run(call).float().cpu(), normed, rtol=2**-7, atol=0) and right
+        if latent_normed is not None:
+            out = tier.run(_of_routed_alone(call, spec.latent_size, scales))
+            right = torch.allclose(out.float(), latent_normed, rtol=2**-7, atol=0) and right
     return Verdict.yes() if right else Verdict.no(Reason.SELF_CHECK)
 
 

@@ -153,8 +153,9 @@ class Recorded(TailKernels):
         two_shot: bool | None = None,
         cells: bool = False,
     ) -> None:
-        self.geometry, self.rank, self._maps, self._windows, self._two_shot = geometry, rank, {}, (2, 3), two_shot
-        self._pdl, self._cells = True, cells
+        self.geometry, self.rank, self._maps, self._cells = geometry, rank, {}, cells
+        rows = range(1, MAX_ROWS + 1)
+        self._windows = dict.fromkeys(rows, (2, 3))
         self.record = torch.zeros(RECORD_WORDS, dtype=torch.int32)
         self.steps: list[Step] = []
 
@@ -174,7 +175,6 @@ class Recorded(TailKernels):
             for fewer in geometry.tokens
             for kind in kinds
         }
-        rows = range(1, MAX_ROWS + 1)
         self._finish = {m: launch(Entry.tail_finish, geometry.finish_blocks(m, 1), FINISH_THREADS) for m in rows}
         self._next_norm = {m: launch(Entry.tail_next_norm, m, THREADS) for m in rows}
         size = geometry.workspace_bytes(two_shot, cells=cells)

@@ -128,7 +128,6 @@ template <typename T> T __shfl_xor_sync(u32, T v, int mask) { return exchange_la
 
 inline float __uint_as_float(u32 w) { float f; memcpy(&f, &w, 4); return f; }
 inline u32 __float_as_uint(float x) { u32 w; memcpy(&w, &x, 4); return w; }
-inline u32 bits(float f) { u32 w; memcpy(&w, &f, 4); return w; }
 inline float __fmaf_rn(float a, float b, float c) { return std::fma(a, b, c); }
 inline float __fmul_rn(float a, float b) { return a * b; }
 inline float __fadd_rn(float a, float b) { return a + b; }
@@ -137,7 +136,7 @@ inline float __frsqrt_rn(float x) { return (float)(1.0 / std::sqrt((double)x)); 
 DEVICE float low_half(u32 w) { return __uint_as_float(w << 16); }
 DEVICE float high_half(u32 w) { return __uint_as_float(w & 0xFFFF0000u); }
 inline u32 bf16(float f) {
-  u32 w = bits(f);
+  u32 w = __float_as_uint(f);
   if (f != f) return 0x7FFF;
   return (w + 0x7FFF + (w >> 16 & 1)) >> 16;
 }
